@@ -30,7 +30,7 @@ def install(session: nox.Session, *packages: str) -> None:
         session.run_install(*download, torch)
     # uv would take this project's wheel of an earlier run from its cache.
     options = ("--find-links", str(downloads), "--reinstall-package=mla-backend")
-    session.install(*options, torch, ".[test]", *packages)
+    session.install(*options, torch, ".", "--group=test", *packages)
 
 
 def workers(gibibytes: int) -> int:
@@ -101,7 +101,7 @@ LIBRARY = [f"tests/{folder}" for folder in ("compile", "emulation", "kernels", "
 
 def library(session: nox.Session, markers: str = "") -> None:
     """Run the tests of everything but the integrations whose markers fit, without an engine."""
-    install(session, "matplotlib", "transformers")
+    install(session, "matplotlib", "transformers", "prometheus_client")
     run_tests(session, LIBRARY, "--dist=worksteal", "-m", markers)
 
 

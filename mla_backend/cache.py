@@ -8,6 +8,8 @@ interleave layers). Only the last dimension must be contiguous.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 
 import torch
@@ -27,7 +29,11 @@ from mla_backend.checks import (
     check_tensor,
     check_tensors,
 )
-from mla_backend.errors import InvalidInputError
+from mla_backend.errors import InvalidInputError, KernelBuildError
+from mla_backend.kernels.append import module
+from mla_backend.kernels.base import FIRST_CAPABILITY
+
+logger = logging.getLogger(__name__)
 
 
 def check_cache(
@@ -116,7 +122,8 @@ def append(
         slot_mapping: int32 or int64 [T]; token i goes to page ``slot // page_size`` at ``slot % page_size``.
             Slots outside of the cache, such as -1, are skipped. On the CPU, which sees them, those other than
             -1 are an error. If several tokens have the same slot, it is not defined which one stays. On a
-            GPU, if all are skipped, slot 0 is written with what it holds.
+            GPU a kernel writes, which the first call builds or loads. Where that fails (a warning says why),
+            torch writes, and if all tokens are skipped, it writes to slot 0 what slot 0 holds.
         kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
 
     Raises:
@@ -126,8 +133,12 @@ def append(
     check_append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
     if kv_c.shape[0] == 0:
         return
-    slots = slot_mapping.long()
     num_pages, page_size, _ = latent_cache.shape
+    if num_pages and scatters_in_one_launch(latent_cache.device):
+        rows = movable(quantize(format_of(latent_cache), kv_c, k_rope, kv_scale))
+        module(latent_cache.device).scatter_rows(rows, movable(latent_cache), slot_mapping.contiguous())
+        return
+    slots = slot_mapping.long()
     may_skip = True
     if bounds := value_range(slots):
         low, high = bounds
@@ -152,6 +163,19 @@ def append(
         rows = torch.where(kept.unsqueeze(1), rows, fallback_row)
         slots = torch.where(kept, slots, torch.where(kept[first], slots[first], 0))
     latent_cache[slots // page_size, slots % page_size] = rows
+
+
+@functools.cache
+def scatters_in_one_launch(device: torch.device) -> bool:
+    """Whether our kernel writes rows on a device. Builds the kernel; if that fails, a warning says why."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        return False
+    try:
+        module(device)
+    except (KernelBuildError, InvalidInputError) as error:
+        logger.warning("torch appends to the latent cache here: %s", error)
+        return False
+    return True
 
 
 def movable(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reads about a model's attention from its files: without loading weights, offline, without transformers."""
+"""Reads about a model's attention from its files: without loading weights, and without transformers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from mla_backend.cache_format import E4M3, CacheFormat, cache_format
 from mla_backend.checks import check_int
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry, language_config, section
+from mla_backend.models import ModelFamily, family_of
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_INDEX = "model.safetensors.index.json"
+_FETCH_SECONDS = 10
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -30,6 +33,7 @@ class Checkpoint:
     Attributes:
         config_path: its config.json.
         model_type: its architecture, as the config names it.
+        family: the models that it is like; None if the table of models has none with its code.
         geometry: of an attention layer of the whole model.
         num_layers: layers that have a latent cache. Layers for multi-token prediction are not among them.
         num_mtp_layers: layers for multi-token prediction, which only speculative decoding runs.
@@ -48,6 +52,7 @@ class Checkpoint:
 
     config_path: Path
     model_type: str
+    family: ModelFamily | None
     geometry: MLAGeometry
     num_layers: int
     num_mtp_layers: int
@@ -66,8 +71,8 @@ class Checkpoint:
         """Read the config of a model.
 
         Args:
-            model: a folder with a config.json, a path to one, or the Hub name of a model that is in the local
-                Hugging Face cache.
+            model: a folder with a config.json, a path to one, or the Hub name of a model. If it is not in the
+                local Hugging Face cache, huggingface_hub fetches its config, if that is installed.
 
         Raises:
             InvalidInputError: there is no such file, or it does not describe an MLA model.
@@ -103,6 +108,7 @@ class Checkpoint:
         return cls(
             config_path=path,
             model_type=str(whole.get("model_type", "unknown")),
+            family=family_of(whole),
             geometry=geometry,
             num_layers=num_layers,
             num_mtp_layers=num_mtp_layers,
@@ -112,7 +118,7 @@ class Checkpoint:
             is_sparse=bool(config.get("index_topk")),
             num_indexers=_num_indexers(config, num_layers),
             indexer_bytes=_indexer_bytes(config),
-            scales_queries=bool(config.get("llama_4_scaling")),
+            scales_queries=_scales_queries(config),
             has_sinks=bool(config.get("learnable_sink")),
             has_windows="sliding_attention" in _list(config, "layer_types"),
         )
@@ -175,11 +181,25 @@ def _config_path(model: str) -> Path:
             return snapshot / "config.json"
     reason = f"no config.json for {model!r}: it is neither a folder with one nor a path to one"
     if _HUB_NAME.fullmatch(model):
-        reason += (
-            f", and as a Hub name it is not in {hub_cache()}; download it (hf download {model} config.json), "
-            "or name a path"
-        )
+        try:
+            return _fetch(model)
+        except ModuleNotFoundError:
+            why_not = "huggingface_hub, which would fetch it, is not installed"
+        except Exception as error:  # of the network, of the Hub, or of a library of either
+            why_not = f"it cannot be fetched ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        reason += f", and as a Hub name it is not in {hub_cache()}: {why_not}; name a path"
     raise InvalidInputError(reason)
+
+
+def _fetch(model: str) -> Path:
+    """Download a model's config, and what else is read beside it if the model has it. Returns the config."""
+    from huggingface_hub import hf_hub_download
+
+    config = Path(hf_hub_download(model, "config.json", etag_timeout=_FETCH_SECONDS))
+    for name in ("hf_quant_config.json", _INDEX):
+        with contextlib.suppress(Exception):  # many models do not have it
+            hf_hub_download(model, name, etag_timeout=_FETCH_SECONDS)
+    return config
 
 
 def _quantization(config_path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -237,6 +257,12 @@ def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
     return min(offset, num_layers) + max(num_layers - offset, 0) // every
 
 
+def _scales_queries(config: Mapping[str, Any]) -> bool:
+    # Mistral's own configs have a section for it, those of transformers a field among the rotary embedding's.
+    rope = section(config, "rope_parameters")
+    return bool(config.get("llama_4_scaling") or rope.get("llama_4_scaling_beta"))
+
+
 def _indexer_bytes(config: Mapping[str, Any]) -> int:
     """Bytes of an indexer's key, which both engines keep in e4m3 with an fp32 scale for each 128 values."""
     if not config.get("index_topk"):
@@ -254,7 +280,7 @@ def _list(config: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _weight_bytes(folder: Path) -> int | None:
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     # A model in one file has no index.
     with contextlib.suppress(OSError, ValueError, KeyError, OverflowError, TypeError):
         if (size := int(json.loads(index.read_text())["metadata"]["total_size"])) > 0:

@@ -6,6 +6,8 @@ folder, `<host>-<process>-<random>.counts`. Any process can read them at any tim
 wrote them was killed.
 
 Only calls from Python are counted. A captured CUDA graph counts once, when it is captured.
+
+:mod:`mla_backend.metrics` has the tokens for Prometheus as well.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import socket
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from mla_backend import metrics
 from mla_backend.errors import InvalidInputError
 
 AttentionPath = Literal["absorbed_decode", "absorbed_extend", "vanilla_prefill", "sparse"]
@@ -78,8 +81,17 @@ def _decode(cells: memoryview) -> dict[str, Count]:
     return {path: Count(cells[2 * i], cells[2 * i + 1]) for i, path in enumerate(PATHS)}
 
 
-def add(path: AttentionPath, tokens: int) -> None:
-    """Count one call of `path` that served `tokens` query tokens."""
+def add(path: AttentionPath, tokens: int, *, kernel: str = "", cache_format: str = "") -> None:
+    """Count one call.
+
+    Args:
+        path: what was called.
+        tokens: the number of query tokens that it served.
+        kernel: what attended: a decoder's implementation, or the library of a vanilla prefill. Empty if
+            that is unknown; so is ``cache_format``.
+        cache_format: the name of the latent cache's format.
+    """
+    metrics.count_tokens(path, tokens, kernel, cache_format)
     open_file()
     assert _cells is not None
     i = 2 * PATHS.index(path)

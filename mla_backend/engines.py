@@ -125,6 +125,7 @@ def start_line(
     kernels: str | None,
     prefill_library: str,
     absorbed: str,
+    appended: str | None = None,
     shard: Shard = WHOLE,
     cache_tokens: int | None = None,
 ) -> str:
@@ -137,6 +138,7 @@ def start_line(
         kernels: the result of `describe_kernels`, from before the decoder was made.
         prefill_library: the library that regular prefill runs on.
         absorbed: a clause that says which requests use absorbed attention.
+        appended: a clause that says how new tokens are appended to the cache, if the engine may do it itself.
         shard: the part of the cache that this worker has.
         cache_tokens: tokens that fit the cache; None if the worker does not know this yet.
     """
@@ -150,6 +152,7 @@ def start_line(
         f"page size: {spec.page_size}",
         f"prefill library: {prefill_library}",
         absorbed,
+        appended,
         describe_shard(shard),
         describe_unknown_variables(),
     ]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_backend import jit
 from mla_backend.batch import value_range
 from mla_backend.cache import append, check_append
 from mla_backend.cache_format import CacheFormat, check_float, format_of
@@ -29,11 +28,12 @@ def rotate(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: 
         interleaved: whether pairs are (2i, 2i + 1), as in DeepSeek's models, or (i, i + d_rope / 2).
 
     Returns:
-        A new tensor in the dtype of x, computed in the wider of its dtype and that of the angles.
+        A new tensor in the dtype of x, computed in the widest of its dtype, that of the angles and fp32.
     """
     if x.shape[-1] == 0:
         return x.clone()
     angles = cos_sin_cache[positions].view(len(x), *[1] * (x.ndim - 2), cos_sin_cache.shape[1])
+    angles = angles.to(torch.promote_types(angles.dtype, torch.float32))
     cos, sin = angles.chunk(2, dim=-1)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     pairs = a * cos - b * sin, b * cos + a * sin
@@ -93,7 +93,7 @@ class RotaryAppend:
             and self._device.type == "cuda"
             and torch.cuda.get_device_capability(self._device) >= FIRST_CAPABILITY
         ):
-            module = jit.load(kernel.variant(jit.arch_of(self._device)))
+            module = kernel.module(self._device)
             for kv_format in kernel.formats_of(dtype):
                 self._kernels[kv_format] = getattr(module, kernel.function_name(dtype, kv_format))
 
@@ -115,6 +115,8 @@ class RotaryAppend:
         norm_weight: Tensor | None = None,
         norm_eps: float | None = None,
         kv_scale: Tensor | None = None,
+        kv_c_out: Tensor | None = None,
+        k_rope_out: Tensor | None = None,
     ) -> None:
         """Append T tokens. Never synchronizes.
 
@@ -130,11 +132,14 @@ class RotaryAppend:
                 with a slot outside of the cache, such as -1, only the query is rotated.
             positions: int64 [T], contiguous, below max_position. On a GPU, rotary parts at other positions
                 become NaN.
-            cos_sin_cache: fp32 [max_position, d_rope], see :func:`rotate`.
+            cos_sin_cache: [max_position, d_rope], fp32 or in ``dtype``, see :func:`rotate`.
             interleaved: see :func:`rotate`.
             norm_weight: [d_c], in ``dtype``, for :func:`rms_norm`; None if ``kv_c`` is normalized already.
             norm_eps: for :func:`rms_norm`, finite and at least 0; given with ``norm_weight``, and only then.
             kv_scale: fp32 tensor of one element, for an e4m3 cache: values are divided by it.
+            kv_c_out: [T, d_c], where the normalized latents of all tokens go, too, those without a slot
+                included; memory apart from all other arguments. Given with ``k_rope_out``, and only then.
+            k_rope_out: [T, d_rope], likewise for the rotated keys.
 
         Raises:
             InvalidInputError: a shape, dtype, layout, device or ``norm_eps`` is wrong; on the CPU also: a
@@ -145,6 +150,8 @@ class RotaryAppend:
             q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, norm_weight, kv_scale
         )
         _check_norm(norm_weight, norm_eps)
+        if kv_c_out is not None or k_rope_out is not None:
+            self._check_outputs(kv_c, k_rope, kv_c_out, k_rope_out)
         if norm_eps is None:
             norm_eps = 0.0
         if self._kernels:
@@ -160,12 +167,17 @@ class RotaryAppend:
                 norm_weight,
                 norm_eps,
                 kv_scale,
+                kv_c_out,
+                k_rope_out,
             )
             return
         with torch.no_grad():
             if norm_weight is not None:
                 kv_c = rms_norm(kv_c, norm_weight, norm_eps)
             k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
+            if kv_c_out is not None and k_rope_out is not None:
+                kv_c_out.copy_(kv_c)
+                k_rope_out.copy_(k_rope)
             append(latent_cache, kv_c, k_rope, slot_mapping, kv_scale)
             q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
 
@@ -193,7 +205,8 @@ class RotaryAppend:
         check_operand("positions", positions, (tokens,), torch.int64, device)
         check_operand("slot_mapping", slot_mapping, (tokens,), slot_mapping.dtype, device)
         num_angles = len(cos_sin_cache) if cos_sin_cache.ndim else 0
-        check_operand("cos_sin_cache", cos_sin_cache, (num_angles, d_rope), torch.float32, device)
+        angle_dtype = self._dtype if cos_sin_cache.dtype is self._dtype else torch.float32
+        check_operand("cos_sin_cache", cos_sin_cache, (num_angles, d_rope), angle_dtype, device)
         if bounds := value_range(positions):
             low, high = bounds
             if low < 0 or high >= len(cos_sin_cache):
@@ -211,3 +224,11 @@ class RotaryAppend:
                 "cos_sin_cache must be contiguous and begin at a multiple of 16 bytes, "
                 f"got strides {cos_sin_cache.stride()} at {cos_sin_cache.data_ptr():#x}"
             )
+
+    def _check_outputs(
+        self, kv_c: Tensor, k_rope: Tensor, kv_c_out: Tensor | None, k_rope_out: Tensor | None
+    ) -> None:
+        if kv_c_out is None or k_rope_out is None:
+            raise InvalidInputError("kv_c_out and k_rope_out go together: give both, or none")
+        check_output("kv_c_out", kv_c_out, tuple(kv_c.shape), self._dtype, self._device)
+        check_output("k_rope_out", k_rope_out, tuple(k_rope.shape), self._dtype, self._device)

@@ -160,6 +160,10 @@ STANDARD_GRID = (
     *(f"{shape}@1" for shape in _FEW_ROWS),
 )
 
+QUICK_GRID = ("1x8192x16x1", "16x4096x16x1", "64x2048x16x1", "64x2048x128x1")
+"""Few and many requests with the heads of DeepSeek-V2-Lite, and those of V3 on one GPU."""
+QUICK_GRID_OF_CPUS = ("1x1024x16x1", "4x512x16x1")
+
 
 class Inputs:
     """Random inputs of one case: queries, a page table, and one cache per layer.

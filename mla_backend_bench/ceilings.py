@@ -58,7 +58,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of torch's product of two random 8192 x 8192 matrices on a GPU."""
     a, b = (torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device) for _ in range(2))
     replay = Replay(lambda _: a @ b, 1, device)
-    return 2 * _PRODUCT_SIZE**3 / measure_in_turn({"product": replay}, rounds=3)["product"]
+    return 2 * _PRODUCT_SIZE**3 / measure_in_turn({"product": replay}, rounds=3)["product"].median
 
 
 def read_rates(device: torch.device) -> dict[str, float]:
@@ -80,8 +80,8 @@ def read_rates(device: torch.device) -> dict[str, float]:
         with contextlib.suppress(KernelBuildError):
             readers |= _load_kernels(data)
     replays = {name: Replay(run, 1, device) for name, run in readers.items()}
-    seconds = measure_in_turn(replays, rounds=3)
-    return {name: data.nbytes / seconds[name] for name in readers}
+    times = measure_in_turn(replays, rounds=3)
+    return {name: data.nbytes / times[name].median for name in readers}
 
 
 def _load_kernels(data: Tensor) -> dict[str, Callable[[int], Any]]:

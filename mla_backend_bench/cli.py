@@ -7,17 +7,19 @@ import importlib.util
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from mla_backend.cli.console import make_console
+from mla_backend.cli.console import end, make_console
 from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
-from mla_backend_bench import tables
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whole engines on this machine.")
 
@@ -96,6 +98,7 @@ def decode(
 ) -> None:
     """Time decode attention, ours and other implementations', each checked against fp64."""
     from mla_backend_bench import decode as bench
+    from mla_backend_bench import tables
     from mla_backend_bench.baseline import Checkout
     from mla_backend_bench.cases import STANDARD_GRID, Case
     from mla_backend_bench.implementations import DEFAULT, IMPLEMENTATIONS
@@ -113,14 +116,35 @@ def decode(
 
     def finished(case: Case, results: bench.Results) -> None:
         tables.print_decode_case(console, case, results)
+        advance()
         if output:
             results.save(output)
 
-    with _as_bad_parameter(UnsupportedError):
+    with _as_bad_parameter(UnsupportedError), _progress(len(cases)) as advance:
         results = bench.run(
             cases, names, torch_device, torch_dtype, finished, commit, among_kernels, checkout
         )
     tables.print_decode_summary(console, cases, results)
+    if not results.rows:
+        raise typer.Exit(1)
+
+
+@app.command()
+def quick(device: _Device = "cuda") -> None:
+    """Compare our decode kernels with all others that are installed here, in about a minute."""
+    from mla_backend_bench import decode as bench
+    from mla_backend_bench import tables
+    from mla_backend_bench.cases import QUICK_GRID, QUICK_GRID_OF_CPUS, Case
+    from mla_backend_bench.implementations import DEFAULT
+
+    torch_device = _device("bench quick", device)
+    on_gpu = torch_device.type == "cuda"
+    cases = [Case.parse(shape) for shape in (QUICK_GRID if on_gpu else QUICK_GRID_OF_CPUS)]
+    names = DEFAULT if on_gpu else ["torch"]
+    console = make_console()
+    with _progress(len(cases)) as advance:
+        results = bench.run(cases, names, torch_device, _dtype("bfloat16"), lambda *_: advance())
+    tables.print_quick(console, cases, results)
     if not results.rows:
         raise typer.Exit(1)
 
@@ -140,6 +164,7 @@ def sparse(
 ) -> None:
     """Time sparse attention to lists of slots, ours and other implementations', checked against fp64."""
     from mla_backend_bench import sparse as bench
+    from mla_backend_bench import tables
 
     console, torch_device = make_console(), _device("bench sparse", device)
     _check_names("implementation", impl, bench.SPARSE_IMPLEMENTATIONS)
@@ -149,10 +174,12 @@ def sparse(
 
     def finished(case: bench.SparseCase, results: bench.Results) -> None:
         tables.print_sparse_case(console, case, results.of(case))
+        advance()
         if output:
             results.save(output)
 
-    results = bench.run(cases, names, torch_device, finished, commit)
+    with _progress(len(cases)) as advance:
+        results = bench.run(cases, names, torch_device, finished, commit)
     for failure in results.failures:
         console.print(f"{failure.case}: {failure.impl} has no result: {failure.reason}", markup=False)
     if not results.rows:
@@ -178,6 +205,7 @@ def prefill(
 ) -> None:
     """Time vanilla attention, ours and other libraries', each checked against fp64."""
     from mla_backend_bench import prefill as bench
+    from mla_backend_bench import tables
     from mla_backend_bench.prefill_implementations import IMPLEMENTATIONS
 
     _check_names("implementation", impl, IMPLEMENTATIONS)
@@ -189,10 +217,12 @@ def prefill(
 
     def finished(shape: bench.PrefillShape, results: bench.PrefillResults) -> None:
         tables.print_prefill_shape(console, shape, results)
+        advance()
         if output:
             results.save(output)
 
-    results = bench.run(parsed, names, torch_device, torch_dtype, finished, commit)
+    with _progress(len(parsed)) as advance:
+        results = bench.run(parsed, names, torch_device, torch_dtype, finished, commit)
     if not results.rows:
         raise typer.Exit(1)
 
@@ -213,6 +243,7 @@ def crossover(
 ) -> None:
     """Measure where vanilla attention overtakes absorbed, and fit the policy's rates to this machine."""
     from mla_backend_bench import crossover as bench
+    from mla_backend_bench import tables
 
     if dtype == "float32":
         raise typer.BadParameter("engines use rates of bfloat16 or float16, not of float32")
@@ -232,7 +263,7 @@ def crossover(
     try:
         calibration = bench.run(heads, prefixes, query_lens, torch_device, torch_dtype, measured, commit)
     except (InvalidInputError, KernelBuildError, UnsupportedError) as error:
-        _fail(str(error))
+        end(str(error))
     tables.print_crossover(console, calibration)
     if output:
         calibration.save(output)
@@ -272,7 +303,10 @@ def serving(
     commit: _Commit = None,
 ) -> None:
     """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
+    import torch
+
     from mla_backend_bench import serving as bench
+    from mla_backend_bench import tables
     from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
 
     if engine not in DRIVERS:
@@ -286,7 +320,7 @@ def serving(
     options = _json_object(engine_options)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
     if importlib.util.find_spec(engine) is None:
-        _fail(f"{engine} is not installed here")
+        end(f"{engine} is not installed here")
 
     rows: list[bench.Row] = []
     backends = backend or DRIVERS[engine].default_backends(torch.cuda.is_available())
@@ -297,6 +331,48 @@ def serving(
     if not rows:
         raise typer.Exit(1)
     tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
+
+
+@app.command()
+def layer(
+    engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
+    model: Annotated[str, typer.Argument(help="Path of the model.")],
+    shapes: Annotated[list[str] | None, typer.Argument(help="BATCHxCONTEXT. Default: 1x8192.")] = None,
+    backend: _ServingBackends = None,
+    output: Annotated[
+        Path | None, _output("Results file (JSON). Another engine's or model's rows in it are kept.")
+    ] = None,
+    starts: Annotated[int, typer.Option(min=1, help="Starts of each engine, in turn.")] = 1,
+    together: Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")] = 1,
+    engine_options: _EngineOptions = "{}",
+    commit: _Commit = None,
+) -> None:
+    """Count a layer's kernels in a decode step of an engine, and time it outside of its matrix products."""
+    from mla_backend_bench import layer as bench
+    from mla_backend_bench import serving as engines
+    from mla_backend_bench import tables
+    from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
+
+    if engine not in DRIVERS:
+        raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
+    with _as_bad_parameter(InvalidInputError):
+        parsed = [Shape.parse(shape) for shape in shapes or ("1x8192",)]
+        for text in backend or ():
+            Backend.parse(text)
+    _device("bench layer", "cuda")
+    options, layers = _json_object(engine_options), bench.num_layers_of(model)
+    new_tokens = bench.STEPS + 1
+    settings = Settings(engine, model, parsed, new_tokens, 1, together, "bfloat16", options, layers=layers)
+    rows: list[engines.Row] = []
+    for start in range(starts):
+        backends = backend or DRIVERS[engine].default_backends(True)
+        for row in engines.run(settings, backends, _print_log):
+            rows.append({"start": start, "model": Path(model).name} | row)
+            if output:
+                bench.save(output, rows, _command_line(), commit)
+    if not rows:
+        raise typer.Exit(1)
+    tables.print_layers(make_console(), rows)
 
 
 @app.command()
@@ -314,7 +390,7 @@ def trace(
     except InvalidInputError as error:
         raise typer.BadParameter(str(error)) from None
     except (KernelBuildError, UnsupportedError) as error:
-        _fail(str(error))
+        end(str(error))
     output.write_text(json.dumps(recorded))
     make_console().print(f"wrote {output}", highlight=False)
 
@@ -323,6 +399,9 @@ def trace(
 def plot(
     results: Annotated[Path, typer.Argument(help="Results file of `bench decode`.")],
     output: Annotated[Path, _output("Picture, such as decode.svg or .png.")],
+    among: Annotated[
+        Path | None, typer.Option(help="Results of `bench decode --among-kernels`, as a second mark.")
+    ] = None,
 ) -> None:
     """Draw how much faster our kernel is than each other implementation on each shape."""
     from mla_backend_bench import plot as bench
@@ -331,12 +410,31 @@ def plot(
     if not output.suffix:
         raise typer.BadParameter(f"name a picture by its format, such as {output}.svg")
     try:
-        bench.save(bench.draw(Results.load(results)), output)
+        beside = Results.load(among) if among else None
+        bench.save(bench.draw(Results.load(results), beside), output)
     except ImportError:
-        _fail("bench plot needs matplotlib: pip install '.[bench]'")
+        end("bench plot needs matplotlib: pip install 'mla-backend[bench]'")
     except (OSError, ValueError) as error:  # a format that matplotlib does not know is a ValueError too
         raise typer.BadParameter(str(error)) from None
     make_console().print(f"wrote {output}", highlight=False)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar of how many shapes are done, on stderr, while a terminal is there. Yields what advances it."""
+    with Progress(
+        TextColumn("shape {task.completed} of {task.total}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("about"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=make_console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
 
 
 def _command_line() -> str:
@@ -370,6 +468,8 @@ def _device(command: str, name: str) -> torch.device:
 
     Ends the command, in one line, if it is a GPU and there is none.
     """
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -377,7 +477,7 @@ def _device(command: str, name: str) -> torch.device:
     if device is None or device.type not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{name!r} is not a device to measure; write cuda, cuda:1 or cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
-        _fail(f"{command} needs a GPU, and torch sees none here; --device cpu measures the CPU instead")
+        end(f"{command} needs a GPU, and torch sees none here; --device cpu measures the CPU instead")
     if (device.index or 0) >= (count := torch.cuda.device_count() if device.type == "cuda" else 1):
         raise typer.BadParameter(f"{name!r} does not exist: torch sees {count} of its kind")
     if device.type == "cuda" and device.index is not None:
@@ -386,6 +486,8 @@ def _device(command: str, name: str) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
+    import torch
+
     if name not in _DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, not {name}")
     return getattr(torch, name)
@@ -398,8 +500,3 @@ def _as_bad_parameter(*errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _fail(reason: str) -> NoReturn:
-    typer.echo(reason, err=True)
-    raise typer.Exit(1)

@@ -216,11 +216,10 @@ def _measure(
     libraries = {
         name: Replay(vanilla(attend), 1, device) for name, attend in _vanilla_libraries(device, dtype).items()
     }
-    seconds = measure_in_turn(stages | libraries, _ROUNDS)
-    microseconds = {name: seconds[name] * 1e6 for name in stages}
-    return Row(
-        prefix_len, query_len, vanilla_us=min(seconds[name] for name in libraries) * 1e6, **microseconds
-    )
+    times = measure_in_turn(stages | libraries, _ROUNDS)
+    microseconds = {name: times[name].median * 1e6 for name in stages}
+    vanilla_us = min(times[name].median for name in libraries) * 1e6
+    return Row(prefix_len, query_len, vanilla_us=vanilla_us, **microseconds)
 
 
 def _expansion(

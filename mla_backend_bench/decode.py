@@ -43,7 +43,8 @@ class Row:
     Attributes:
         batch, seq_len, heads, q_len, page_size, lengths, shards: the shape, as in `Case`.
         impl: a key of `IMPLEMENTATIONS`, or `BASELINE`.
-        time_us: one call, for one layer.
+        time_us: one call, for one layer: the median over replays.
+        p10_us, p90_us: eight of ten replays are between these; None in older files.
         plan_us: wall-clock time of one step's planning.
         tb_per_s: the bytes that must move (`Case.num_bytes`) over the time.
         tflops: `Case.flops` over the time.
@@ -72,6 +73,8 @@ class Row:
     kv_lora_rank: int = KV_LORA_RANK
     qk_rope_head_dim: int = ROPE_DIM
     lists: bool = False
+    p10_us: float | None = None
+    p90_us: float | None = None
 
 
 @dataclass
@@ -223,9 +226,9 @@ def _run_case(
     if between is not None:
         replays["between"] = Replay(lambda layer: between(), inputs.num_layers, device)
     times = measure_in_turn(replays, _ROUNDS)
-    seconds_between = times.pop("between", 0.0)
+    between_calls = times.pop("between").median if between is not None else 0.0
     for name, p in still_right(prepared, case, results).items():
-        seconds = times[name] - seconds_between
+        seconds, fast, slow = (value - between_calls for value in times[name])
         results.rows.append(
             Row(
                 **asdict(case),
@@ -236,6 +239,8 @@ def _run_case(
                 tflops=case.flops() / seconds / 1e12,
                 rel_l2=p.rel_l2,
                 sm_mhz=p.replay.sm_mhz,
+                p10_us=fast * 1e6,
+                p90_us=slow * 1e6,
             )
         )
 

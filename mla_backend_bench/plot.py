@@ -24,14 +24,19 @@ _OTHERS = {
     "triton": ("Triton", "#56B4E9", "D"),
 }
 _BEST = "over the best"
+_AMONG = "the same among other kernels"
 _BAR_COLOUR = "#9DBBE0"
 _TEXT_COLOUR = "#0B4F9C"
 _CLOSE = 1.05  # dots closer than this factor would hide each other in one line
 _TICKS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 
 
-def draw(results: Results) -> Figure:
+def draw(results: Results, among: Results | None = None) -> Figure:
     """One line per shape: a dot for our speed-up over each other implementation, a bar for the best one.
+
+    Args:
+        results: what is drawn.
+        among: results among other kernels; on shapes that both have, a stroke marks our speed-up in these.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -43,6 +48,7 @@ def draw(results: Results) -> Figure:
     if ours is None:
         raise InvalidInputError("no shape has times of both our kernel and another implementation")
     speedups = _speedups(results, ours)
+    marks = _speedups(among, ours) if among else {}
     lines: list[Case | str] = []
     for heading, cases in groupby(sorted(speedups, key=_group), _heading):
         lines += [heading, *cases]
@@ -52,9 +58,12 @@ def draw(results: Results) -> Figure:
     for y, line in enumerate(lines):
         if isinstance(line, Case):
             _draw_line(axes, y, speedups[line])
+            if line in marks:
+                _draw_mark(axes, y, min(marks[line].values()))
     _write(axes, 0, _BEST)
     _label_lines(axes, lines)
-    _label_axis(axes, [speedup for line in speedups.values() for speedup in line.values()])
+    drawn = [*speedups.values(), *marks.values()]
+    _label_axis(axes, [speedup for line in drawn for speedup in line.values()])
     conditions = [results.machine["device"], results.dtype]
     if results.among_kernels:
         conditions.append("among other kernels")
@@ -118,6 +127,11 @@ def _draw_line(axes: Axes, y: int, speedups: dict[str, float]) -> None:
     _write(axes, y, f"{best:.2f}×")
 
 
+def _draw_mark(axes: Axes, y: int, speedup: float) -> None:
+    """Mark the speed-up over the best other implementation among other kernels."""
+    axes.scatter(speedup, y, s=110, marker="|", color=_TEXT_COLOUR, label=_AMONG, linewidths=1.8, zorder=4)
+
+
 def _draw_dots(axes: Axes, y: int, names: list[str], speedups: dict[str, float]) -> None:
     """Draw dots of similar speed-ups above each other, so that none hides another."""
     for index, name in enumerate(names):
@@ -137,14 +151,15 @@ def _write(axes: Axes, y: int, text: str) -> None:
 def _add_legend(figure: Figure, axes: Axes, title: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
-    order = [_BEST, *(label for label, _, _ in _OTHERS.values() if label in by_label)]
+    known = [_BEST, _AMONG, *(label for label, _, _ in _OTHERS.values())]
+    order = [label for label in known if label in by_label]
     figure.legend(
         [by_label[label] for label in order],
         order,
         title=title,
         title_fontproperties={"weight": "bold", "size": 12},
         loc="outside upper center",
-        ncols=len(order),
+        ncols=min(len(order), 6),
         frameon=False,
         fontsize=9,
         handletextpad=0.4,

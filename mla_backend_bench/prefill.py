@@ -91,7 +91,8 @@ class PrefillRow:
     Attributes:
         d_qk, d_v, heads, q_len, kv_len, causal: the shape.
         impl: a key of `IMPLEMENTATIONS`.
-        time_us: of a call.
+        time_us: of a call: the median over replays.
+        p10_us, p90_us: eight of ten replays are between these; None in older files.
         tflops: `PrefillShape.flops`, which do not count padding, over the time.
         rel_l2: relative L2 error against fp64, over some query tokens and all heads.
     """
@@ -106,6 +107,8 @@ class PrefillRow:
     time_us: float
     tflops: float
     rel_l2: float
+    p10_us: float | None = None
+    p90_us: float | None = None
 
 
 @dataclass
@@ -160,9 +163,16 @@ def _run_shape(shape: PrefillShape, names: list[str], inputs: PrefillInputs, res
         synchronize(device)
     times = measure_in_turn({name: p.replay for name, p in prepared.items()}, _ROUNDS)
     for name, p in still_right(prepared, shape, results).items():
-        tflops = shape.flops() / times[name] / 1e12
+        seconds, fast, slow = times[name]
+        tflops = shape.flops() / seconds / 1e12
         row = PrefillRow(
-            **asdict(shape), impl=name, time_us=times[name] * 1e6, tflops=tflops, rel_l2=p.rel_l2
+            **asdict(shape),
+            impl=name,
+            time_us=seconds * 1e6,
+            tflops=tflops,
+            rel_l2=p.rel_l2,
+            p10_us=fast * 1e6,
+            p90_us=slow * 1e6,
         )
         results.rows.append(row)
 

@@ -27,6 +27,7 @@ import torch
 from mla_backend import counters
 from mla_backend.errors import InvalidInputError
 from mla_backend_bench import environment
+from mla_backend_bench.layer import measure as measure_layer
 from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
 from mla_backend_bench.serving_timing import measure
 
@@ -155,20 +156,24 @@ def _run_engine(connection: Connection, settings: Settings, backend: str, folder
     os.environ[counters.ENVIRONMENT_VARIABLE] = str(folder)
     random.seed(0)  # the same prompts for all backends
     try:
-        name, options = Backend.parse(backend)
-        settings = replace(settings, engine_options=settings.engine_options | options)
+        parsed = Backend.parse(backend)
+        name = parsed.name
+        os.environ |= parsed.environment
+        settings = replace(settings, engine_options=settings.engine_options | parsed.options)
         engine = DRIVERS[settings.engine](settings, name, folder / "traces")
         for shape in settings.shapes:  # an engine may build kernels at the first use of a shape
             measure(engine, shape, new_tokens=2, repeats=1)
         counts = counters.read_folder(folder)
         if any(count.calls for count in counts.values()) != engine.is_ours(name):
             raise RuntimeError(f"the engine was to use {name}, but mla-backend's counters show {counts}")
-        connection.send({"version": engine.version, "backend": name} | engine.setup)
+        connection.send({"version": engine.version, "backend": parsed.label} | engine.setup)
         profile = settings.profile and torch.cuda.is_available()
         while True:
             shape = connection.recv()
-            times = measure(engine, shape, settings.new_tokens, profile=profile)
-            connection.send(times)
+            if settings.layers:
+                connection.send(measure_layer(engine, shape, settings.layers))
+            else:
+                connection.send(measure(engine, shape, settings.new_tokens, profile=profile))
     except EOFError:
         pass  # the parent is done
     except Exception:

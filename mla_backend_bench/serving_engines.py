@@ -49,17 +49,29 @@ class Shape(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """A backend, and further arguments of the engine's constructor for it alone."""
+    """A backend, and what it alone has.
+
+    Attributes:
+        options: further arguments of the engine's constructor.
+        environment: environment variables.
+    """
 
     name: str
     options: dict[str, Any]
+    environment: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        """The name, and the environment variables."""
+        return " ".join((self.name, *(f"{name}={value}" for name, value in self.environment.items())))
 
     @staticmethod
     def parse(text: str) -> Backend:
-        """Read `NAME` or `NAME JSON`, such as `MLA_BACKEND {"decode_context_parallel_size": 2}`.
+        """Read `NAME` or `NAME JSON`, such as `MLA_BACKEND {"decode_context_parallel_size": 2}`. The object's
+        "environment" is an object of environment variables.
 
         Raises:
-            InvalidInputError: what follows the name is not a JSON object.
+            InvalidInputError: what follows the name is no JSON object, or "environment" none of strings.
         """
         name, _, json_text = text.partition(" ")
         try:
@@ -68,7 +80,10 @@ class Backend(NamedTuple):
             options = None
         if not isinstance(options, dict):
             raise InvalidInputError(f"{text!r} is not a backend: write NAME, or NAME and a JSON object")
-        return Backend(name, options)
+        environment = options.pop("environment", {})
+        if not isinstance(environment, dict) or not all(isinstance(v, str) for v in environment.values()):
+            raise InvalidInputError(f"the environment in {text!r} is not a JSON object of strings")
+        return Backend(name, options, environment)
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,7 @@ class Settings:
         dtype: passed to the engine.
         engine_options: further arguments of the engine's constructor.
         profile: also time by the engine's profiler, on a GPU.
+        layers: what `layer.measure` measures is measured instead, of a model with so many layers, if not 0.
     """
 
     engine: str
@@ -96,6 +112,7 @@ class Settings:
     dtype: str = "bfloat16"
     engine_options: dict[str, Any] = field(default_factory=dict)
     profile: bool = True
+    layers: int = 0
 
     @property
     def max_batch(self) -> int:

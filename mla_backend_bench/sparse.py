@@ -286,7 +286,8 @@ DEFAULT = tuple(name for name in SPARSE_IMPLEMENTATIONS if name != "mla_backend_
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation on one shape: the time of a call, of a plan, FLOPs over time, and its error."""
+    """One implementation on one shape: the time of a call (the median over replays, and the deciles between
+    which eight of ten are; None in older files), of a plan, FLOPs over time, and its error."""
 
     phase: str
     rows: int
@@ -298,6 +299,8 @@ class Row:
     plan_us: float
     tflops: float
     rel_l2: float
+    p10_us: float | None = None
+    p90_us: float | None = None
 
 
 @dataclass
@@ -349,9 +352,11 @@ def _run_case(case: SparseCase, names: list[str], device: torch.device, results:
         synchronize(device)
     times = measure_in_turn({name: p.replay for name, p in prepared.items()}, _ROUNDS)
     for name, p in still_right(prepared, case, results).items():
-        speed = case.flops() / times[name] / 1e12
+        seconds, fast, slow = times[name]
+        speed = case.flops() / seconds / 1e12
         fp32 = kv_dtypes[name] == "bf16" and device.type != "cuda"
         results.rows.append(
             Row(**asdict(case), kv_dtype="fp32" if fp32 else kv_dtypes[name], impl=name,
-                time_us=times[name] * 1e6, plan_us=p.plan_seconds * 1e6, tflops=speed, rel_l2=p.rel_l2)
+                time_us=seconds * 1e6, plan_us=p.plan_seconds * 1e6, tflops=speed, rel_l2=p.rel_l2,
+                p10_us=fast * 1e6, p90_us=slow * 1e6)
         )  # fmt: skip

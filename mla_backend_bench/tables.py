@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -16,43 +16,81 @@ if TYPE_CHECKING:
     from mla_backend_bench.cases import Case
     from mla_backend_bench.crossover import Calibration
     from mla_backend_bench.decode import Results
-    from mla_backend_bench.prefill import PrefillResults, PrefillShape
+    from mla_backend_bench.decode import Row as DecodeRow
+    from mla_backend_bench.prefill import PrefillResults, PrefillRow, PrefillShape
     from mla_backend_bench.serving import Row
     from mla_backend_bench.sparse import Row as SparseRow
     from mla_backend_bench.sparse import SparseCase
 
 
+_NARROW = 110
+"""Characters below which tables leave out what matters less, so that no number is cut."""
+
+_NOISY = 1.1
+
+Timed = TypeVar("Timed", "DecodeRow", "PrefillRow", "SparseRow")
+
+
 def print_decode_case(console: Console, case: Case, results: Results) -> None:
     """Every implementation on one shape, the fastest first."""
-    columns = ("time µs", "plan µs", "TB/s", "TFLOP/s", "MHz", "of read ceiling", "vs best other", "rel. L2")
-    table = _table(str(case), "implementation", *columns)
-    for row in sorted(results.of(case), key=lambda row: row.time_us):
-        table.add_row(
-            row.impl,
-            f"{row.time_us:.1f}",
-            f"{row.plan_us:.0f}",
-            f"{row.tb_per_s:.3f}",
-            f"{row.tflops:.1f}",
-            f"{row.sm_mhz:.0f}" if row.sm_mhz else "-",
-            f"{row.tb_per_s / results.read_ceiling_tb_per_s:.0%}",
-            _ratio(results.speedup(row)),
-            f"{row.rel_l2:.1e}",
-        )
-    console.print(table)
+    ceiling = results.read_ceiling_tb_per_s
+    columns: dict[str, Callable[[DecodeRow], str]] = {
+        "time µs": lambda row: f"{row.time_us:.1f}",
+        "p10-p90": spread,
+        "plan µs": lambda row: f"{row.plan_us:.0f}",
+        "TB/s": lambda row: f"{row.tb_per_s:.3f}",
+        "TFLOP/s": lambda row: f"{row.tflops:.1f}",
+        "MHz": lambda row: f"{row.sm_mhz:.0f}" if row.sm_mhz else "-",
+        "of reads": lambda row: f"{row.tb_per_s / ceiling:.0%}",
+        "vs best": lambda row: _ratio(results.speedup(row)),
+        "rel. L2": lambda row: f"{row.rel_l2:.1e}",
+    }
+    if console.width < _NARROW:
+        for title in ("plan µs", "TFLOP/s", "MHz", "of reads"):
+            del columns[title]
+    _print_rows(console, str(case), columns, results.of(case))
 
 
 def print_sparse_case(console: Console, case: SparseCase, rows: list[SparseRow]) -> None:
     """Every implementation on one shape, the fastest first."""
-    table = _table(str(case), "implementation", "cache", "time µs", "plan µs", "TFLOP/s", "rel. L2")
-    for row in sorted(rows, key=lambda row: row.time_us):
-        times = (f"{row.time_us:.1f}", f"{row.plan_us:.0f}", f"{row.tflops:.1f}", f"{row.rel_l2:.1e}")
-        table.add_row(row.impl, row.kv_dtype, *times)
+    columns: dict[str, Callable[[SparseRow], str]] = {
+        "cache": lambda row: row.kv_dtype,
+        "time µs": lambda row: f"{row.time_us:.1f}",
+        "p10-p90": spread,
+        "plan µs": lambda row: f"{row.plan_us:.0f}",
+        "TFLOP/s": lambda row: f"{row.tflops:.1f}",
+        "rel. L2": lambda row: f"{row.rel_l2:.1e}",
+    }
+    if console.width < _NARROW:
+        del columns["plan µs"]
+    _print_rows(console, str(case), columns, rows)
+
+
+def spread(row: Timed) -> str:
+    """The deciles of a time, or nothing where a file has none."""
+    return "" if row.p10_us is None or row.p90_us is None else f"{row.p10_us:.1f}-{row.p90_us:.1f}"
+
+
+def _print_rows(
+    console: Console, title: str, columns: dict[str, Callable[[Timed], str]], rows: Iterable[Timed]
+) -> None:
+    """The fastest row first, and a remark if times vary much."""
+    table = _table(title, "implementation", *columns)
+    rows = sorted(rows, key=lambda row: row.time_us)
+    for row in rows:
+        table.add_row(row.impl, *(cell(row) for cell in columns.values()))
     console.print(table)
+    noisy = [row.impl for row in rows if row.p10_us and row.p90_us and row.p90_us > _NOISY * row.p10_us]
+    if noisy:
+        console.print(
+            f"times of {', '.join(noisy)} vary by more than {_NOISY - 1:.0%}: does something else run here?",
+            highlight=False,
+        )
 
 
 def print_decode_summary(console: Console, cases: list[Case], results: Results) -> None:
     """All shapes, the read ceiling, the difference from the baseline, failures and mean speed-ups."""
-    console.print(_decode_overview(cases, results))
+    console.print(_decode_overview(cases, results, console.width))
     rates = ", ".join(f"{name} {rate:.3f}" for name, rate in results.read_tb_per_s.items())
     console.print(
         f"{results.machine['device']}: read ceiling {results.read_ceiling_tb_per_s:.3f} TB/s ({rates})"
@@ -77,11 +115,31 @@ def print_decode_summary(console: Console, cases: list[Case], results: Results) 
                 )
 
 
-def _decode_overview(cases: list[Case], results: Results) -> Table:
+def print_quick(console: Console, cases: list[Case], results: Results) -> None:
+    """One line per shape, and a verdict: ours beside the best other one that is installed."""
+    console.print(_narrow_overview(cases, results))
+    for impl in sorted({failure.impl for failure in results.failures}):
+        reason = next(failure.reason for failure in results.failures if failure.impl == impl)
+        console.print(f"{impl} has no result: {reason}", markup=False, highlight=False)
+    means = [mean for impl in OURS if (mean := results.mean_speedup(10**6, impl))]
+    if means:
+        ratio, count = means[0]
+        others = ", ".join(sorted({row.impl for row in results.rows if row.impl not in OURS}))
+        console.print(
+            f"ours takes {1 / ratio:.0%} of the time of the best other one (mean of {count} shapes; "
+            f"installed: {others})",
+            highlight=False,
+        )
+    else:
+        console.print("nothing else is installed here to compare with", highlight=False)
+
+
+def _decode_overview(cases: list[Case], results: Results, width: int) -> Table:
     """One line per shape: the time of each implementation, and our speed-up over the best other."""
     names = list(dict.fromkeys(row.impl for row in results.rows))
+    if sum(len(name) + 2 for name in names) + 40 > width:
+        return _narrow_overview(cases, results)
     table = _table("time in µs", "shape", *names, "vs best other")
-    table.box = None
     for case in cases:
         rows = {row.impl: row for row in results.of(case)}
         times = [f"{rows[name].time_us:.1f}" if name in rows else "-" for name in names]
@@ -90,12 +148,28 @@ def _decode_overview(cases: list[Case], results: Results) -> Table:
     return table
 
 
+def _narrow_overview(cases: list[Case], results: Results) -> Table:
+    """The same with the best other implementation alone."""
+    table = _table("time in µs", "shape", "ours", "best other", "vs it", "which is")
+    for case in cases:
+        rows = sorted(results.of(case), key=lambda row: row.time_us)
+        ours = next((row for name in OURS for row in rows if row.impl == name), None)
+        other = next((row for row in rows if row.impl not in OURS), None)
+        times = (f"{row.time_us:.1f}" if row else "-" for row in (ours, other))
+        ratio = _ratio(results.speedup(ours) if ours else None)
+        table.add_row(str(case), *times, ratio, other.impl if other else "-")
+    return table
+
+
 def print_prefill_shape(console: Console, shape: PrefillShape, results: PrefillResults) -> None:
     """Every implementation on one shape, the fastest first, and why others have no result."""
-    table = _table(str(shape), "implementation", "time µs", "TFLOP/s", "rel. L2")
-    for row in sorted(results.of(shape), key=lambda row: row.time_us):
-        table.add_row(row.impl, f"{row.time_us:.1f}", f"{row.tflops:.1f}", f"{row.rel_l2:.1e}")
-    console.print(table)
+    columns: dict[str, Callable[[PrefillRow], str]] = {
+        "time µs": lambda row: f"{row.time_us:.1f}",
+        "p10-p90": spread,
+        "TFLOP/s": lambda row: f"{row.tflops:.1f}",
+        "rel. L2": lambda row: f"{row.rel_l2:.1e}",
+    }
+    _print_rows(console, str(shape), columns, results.of(shape))
     for failure in results.failures:
         if failure.case == str(shape):
             console.print(f"{failure.impl}: {failure.reason}", markup=False, highlight=False)
@@ -117,14 +191,14 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
     """The times of each shape and backend, each with its ratio to ours; the fastest decode first."""
     titles = {
         "prefill_ms": "prefill ms",
-        "decode_ms_per_step": "decode ms/step",
-        "gpu_ms_per_step": "GPU ms/step",
+        "decode_ms_per_step": "step ms",
+        "gpu_ms_per_step": "of GPU ms",
     }
     columns = {name: title for name, title in titles.items() if any(name in row for row in rows)}
     table = _table(None, "backend", "batch", "context")
     for title in columns.values():
-        table.add_column(title, justify="right")
-        table.add_column("/ ours", justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("/ ours", justify="right", no_wrap=True)
     for shape in dict.fromkeys(map(_shape_of, rows)):
         group = [row for row in rows if _shape_of(row) == shape]
         ours = next((row for row in group if is_ours(row["backend"])), None)
@@ -136,6 +210,16 @@ def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bo
             setup = f", dcp {row['dcp']}" if row["dcp"] > 1 else ""
             setup += f", {row['kv_dtype']}" if row["kv_dtype"] != "auto" else ""
             table.add_row(row["backend"] + setup, *shape, *cells)
+    console.print(table)
+
+
+def print_layers(console: Console, rows: list[Row]) -> None:
+    """The rows of `bench layer`, shape by shape."""
+    columns = ("start", "kernels/layer", "µs/layer outside products", "step ms")
+    table = _table(None, "backend", "batch", "context", *columns)
+    for row in sorted(rows, key=lambda row: (_shape_of(row), row["backend"], row["start"])):
+        numbers = (f"{row[name]:.2f}" for name in ("kernels_per_layer", "attention_us_per_layer"))
+        table.add_row(row["backend"], *_shape_of(row), str(row["start"]), *numbers, f"{row['step_ms']:.4f}")
     console.print(table)
 
 
@@ -151,11 +235,11 @@ def _shape_of(row: Row) -> tuple[str, str]:
 
 
 def _table(title: str | None, first: str, *columns: str) -> Table:
-    """A table whose first column is text and whose other columns are numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column(first)
+    """A table whose first column is text and whose other columns are numbers, which are never cut."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column(first, overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,10 +127,25 @@ class Replay:
         return [start.elapsed_time(end) * 1e-3 / self.num_calls for start, end in itertools.pairwise(marks)]
 
 
-def measure_in_turn(replays: dict[str, Replay], rounds: int) -> dict[str, float]:
-    """Median seconds per call of each replay. They take turns, so a drift of the clocks affects all alike."""
+class Times(NamedTuple):
+    """Seconds per call, over replays: the median, and the deciles between which eight of ten replays are."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def times_of(seconds: list[float]) -> Times:
+    """The median and the deciles of measured times, at least one."""
+    ordered = sorted(seconds)
+    tenth, ninth = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    return Times(statistics.median(ordered), tenth, ninth)
+
+
+def measure_in_turn(replays: dict[str, Replay], rounds: int) -> dict[str, Times]:
+    """Times of each replay. They take turns, so a drift of the clocks affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():
             times[name] += replay.measure()
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: times_of(values) for name, values in times.items()}

@@ -6,6 +6,7 @@ CONTRIBUTING.md says what the markers are for.
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,6 +16,12 @@ import torch
 TESTS = Path(__file__).resolve().parent
 # For `tests.support`. Last, so that an installed `mla_backend` comes before the checkout's.
 sys.path.append(str(TESTS.parent))
+
+# torch.compile keeps generated C++ by a key that lacks the vector instructions that it was generated for.
+# With fewer of them it does not compile, or computes with vectors of another size.
+if CAPABILITY := os.environ.get("ATEN_CPU_CAPABILITY"):
+    GENERATED = Path(tempfile.gettempdir()) / f"torchinductor-{os.getuid()}-{CAPABILITY}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(GENERATED))
 
 # Markers of tests that are not marked `faults`; the first folder that a test is in counts.
 FOLDERS = {"emulation/races": "races", "emulation": "kernels", "compile": "kernels"}

@@ -12,8 +12,8 @@
 #include "decode/hopper/many_rows/kernel.cuh"
 #include "decode/hopper/many_rows_fp8/kernel.cuh"
 #include "decode/hopper/many_rows_fp8/keys_e4m3.cuh"
+#include "decode/hopper/many_rows_fp8/keys_e4m3_products.cuh"
 #include "decode/hopper/many_rows_fp8/keys_records.cuh"
-#include "decode/hopper/many_rows_fp8_products/kernel.cuh"
 
 namespace mla::ffi {
 
@@ -48,6 +48,7 @@ hopper::BoxOf<C> key_box(const DecodeParams& p, int64_t pages) {
     static_assert(!kWholeColumnBlocks || C::kKeyColumnBlocks % C::kSegmentColumnBlocks == 0);
     hopper::BoxOf<C> box = {};
     box.groups = hopper::box_groups<C>(p.table.page_size);
+    box.all_groups = (1u << box.groups) - 1, box.first_groups = ~0u / box.all_groups;
     const void* base = pages > 0 ? p.cache : p.plans;
     pages = std::max(pages, int64_t{1});
     constexpr int kElementBytes = Layout::kElementBytes;
@@ -96,7 +97,7 @@ struct HopperKernel {
     using Config = C;
     using SharedMemory = S;
     using SplitBuffers = typename Consumer::Buffers;
-    static constexpr int kThreads = C::kThreads;
+    static constexpr int kThreads = hopper::kThreads;
     static constexpr auto kKernel = kKernel_;
     static constexpr int kMostCluster = 2;  // also without shared keys: pairs
 
@@ -107,12 +108,13 @@ struct HopperKernel {
 
 // Which keys_*.cuh a configuration's format takes.
 template <typename C>
-using FewRowsKeys =
-    std::conditional_t<C::Layout::kIsRecord, hopper::FewRowsKeysRecords<C>,
-                       std::conditional_t<C::Layout::kFp8, hopper::FewRowsKeysE4m3<C>, hopper::FewRowsKeys16Bit<C>>>;
+using FewRowsKeys = std::conditional_t<
+    C::Layout::kHasTail, hopper::FewRowsKeysRecords<C>,
+    std::conditional_t<C::Layout::kElementBytes == 1, hopper::FewRowsKeysE4m3<C>, hopper::FewRowsKeys16Bit<C>>>;
 template <typename C>
-using ManyRowsFp8Keys =
-    std::conditional_t<C::Layout::kIsRecord, hopper::ManyRowsFp8KeysRecords<C>, hopper::ManyRowsFp8KeysE4m3<C>>;
+using ManyRowsFp8Keys = std::conditional_t<
+    C::Layout::kHasTail, hopper::ManyRowsFp8KeysRecords<C>,
+    std::conditional_t<C::kFp8Products, hopper::ManyRowsFp8KeysE4m3Products<C>, hopper::ManyRowsFp8KeysE4m3<C>>>;
 
 template <typename C, typename Keys = FewRowsKeys<C>>
 using FewRowsKernel = HopperKernel<C, hopper::FewRowsMemory<C, Keys>, hopper::FewRowsConsumer<C, Keys>,
@@ -123,10 +125,5 @@ using ManyRowsKernel =
 template <typename C, typename Keys = ManyRowsFp8Keys<C>>
 using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8Memory<C, Keys>, hopper::ManyRowsFp8Consumer<C, Keys>,
                                        hopper::many_rows_fp8_decode_kernel<C, Keys>>;
-
-template <typename C>
-using ManyRowsFp8ProductsKernel =
-    HopperKernel<C, hopper::ManyRowsFp8ProductsMemory<C>, hopper::ManyRowsFp8ProductsConsumer<C>,
-                 hopper::many_rows_fp8_products_decode_kernel<C>>;
 
 }  // namespace mla::ffi

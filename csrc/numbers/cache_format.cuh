@@ -8,8 +8,8 @@
 // bytes, also change CacheLayout and what reads or writes scales: decode/portable/group_scales.cuh, the Hopper kernels'
 // keys_*.cuh, `append_latents` in small/append.cuh, and `split`, `quantize` and `dequantize` in cache_format.py. Rows
 // of no multiple of 16 bytes change all copies (load/, `key_box`, portable/key_loader.cuh). Groups of other than 128
-// columns change decode/hopper/transposed_stage.cuh, load/copy.cuh and few_rows/kernel.cuh, where a column block has
-// one scale.
+// columns change `copy_record` in decode/hopper/load/copy.cuh, for which a column block has 128 bytes; an odd number of
+// groups changes `few_rows_segment` in few_rows/kernel.cuh.
 //
 // e4m3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): sign, 4 bits of exponent with bias 7, 3 bits of
 // mantissa; up to 448, no infinity, 0x7f and 0xff are NaN. Every value is exact in fp16.

@@ -30,6 +30,12 @@ struct AppendParams {
     float norm_eps;
     const void* k_rope;  // [tokens, d_rope]
     int64_t k_rope_stride;
+    // [tokens, d_c] and [tokens, d_rope]: what the cache is given, before it is converted to the cache's format, for
+    // tokens without a slot, too. Null if nobody wants them.
+    void* kv_c_out;
+    int64_t kv_c_out_stride;
+    void* k_rope_out;
+    int64_t k_rope_out_stride;
     void* cache;                    // [pages, page_size, ...], rows of a format
     int64_t page_bytes, row_bytes;  // from one to the next
     const float* kv_scale;          // with Scale::kTensor
@@ -41,8 +47,9 @@ struct AppendParams {
     bool slots_64;
     const int64_t* positions;  // [tokens]
     int64_t num_positions;
-    const float* cos_sin;  // [num_positions, d_rope]: cosines, then sines of d_rope / 2 angles
-    bool interleaved;      // a pair is two neighbours; else one element of each half
+    const void* cos_sin;  // [num_positions, d_rope]: cosines, then sines of d_rope / 2 angles
+    bool cos_sin_fp32;    // else in the dtype of the new tokens
+    bool interleaved;     // a pair is two neighbours; else one element of each half
     int num_heads, d_c, d_rope;
     int ctas_per_token;
 };
@@ -58,22 +65,32 @@ __device__ __forceinline__ void rotate_pair(Element& x, Element& y, float cosine
     y = static_cast<Element>(b * cosine + a * sine);
 }
 
-// The row of a token's position; null if there is none.
-__device__ __forceinline__ const float* angles_of(const AppendParams& p, int token) {
+// Where the row of a token's position begins in `cos_sin`, in elements; below 0 if there is none.
+__device__ __forceinline__ int64_t angles_of(const AppendParams& p, int token) {
     const int64_t position = p.positions[token];
     const bool exists = static_cast<uint64_t>(position) < static_cast<uint64_t>(p.num_positions);
-    return exists ? p.cos_sin + position * p.d_rope : nullptr;
+    return exists ? position * p.d_rope : -1;
+}
+
+// Four elements of `cos_sin`.
+template <typename Element>
+__device__ __forceinline__ float4 four_angles(const AppendParams& p, int64_t index) {
+    if (p.cos_sin_fp32) return *reinterpret_cast<const float4*>(static_cast<const float*>(p.cos_sin) + index);
+    alignas(8) Element x[4];
+    *reinterpret_cast<uint2*>(x) = *reinterpret_cast<const uint2*>(static_cast<const Element*>(p.cos_sin) + index);
+    return make_float4(static_cast<float>(x[0]), static_cast<float>(x[1]), static_cast<float>(x[2]),
+                       static_cast<float>(x[3]));
 }
 
 // Rotates pairs 4 * vector to 4 * vector + 3 of a rotary part by `angles_of` its token; to NaN if there are none.
 template <typename Element>
 __device__ __forceinline__ void rotate(const AppendParams& p, const Element* from, Element* x, int vector,
-                                       const float* cos_sin) {
+                                       int64_t angles) {
     const int half = p.d_rope / 2;
     float4 c = make_float4(NAN, NAN, NAN, NAN), s = c;
-    if (cos_sin) {
-        c = *reinterpret_cast<const float4*>(cos_sin + vector * 4);
-        s = *reinterpret_cast<const float4*>(cos_sin + half + vector * 4);
+    if (angles >= 0) {
+        c = four_angles<Element>(p, angles + vector * 4);
+        s = four_angles<Element>(p, angles + half + vector * 4);
     }
     if (p.interleaved) {
         *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + vector * 8);
@@ -144,20 +161,21 @@ __device__ __forceinline__ float group_scale(const Element* x) {
     return fmaxf(fminf(max_over_lanes<kColumns / 8>(largest), FLT_MAX) / kE4m3Max, FLT_MIN);
 }
 
-// Writes vector number `vector` of the token's latents to its row of the cache, normalized if there are weights. To be
-// called by whole warps if groups of columns have scales.
+// Writes vector number `vector` of the token's latents, normalized with `weights` if there are any, to its row of the
+// cache (null: it has none) and of `kv_c_out`. To be called by whole warps if groups of columns have scales.
 template <CacheFormat kFormat, typename Element>
-__device__ __forceinline__ void append_latents(const AppendParams& p, const Element* kv_c, unsigned char* row,
-                                               int vector, float norm) {
+__device__ __forceinline__ void append_latents(const AppendParams& p, const Element* kv_c, const Element* weights,
+                                               unsigned char* row, int token, int vector, float norm) {
     alignas(16) Element x[8];
     *reinterpret_cast<uint4*>(x) = reinterpret_cast<const uint4*>(kv_c)[vector];
     if (p.norm_weight) {
-        alignas(16) Element weights[8];
-        *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[vector];
 #pragma unroll
         for (int k = 0; k < 8; ++k)
             x[k] = static_cast<Element>(static_cast<float>(x[k]) * norm * static_cast<float>(weights[k]));
     }
+    if (p.kv_c_out)
+        store_as<Stored::kAsQueries, 8>(static_cast<Element*>(p.kv_c_out) + token * p.kv_c_out_stride, vector * 8, x);
+    if (!row) return;
     float scale = 1.f;
     if constexpr (kFormat.scale == Scale::kTensor) scale = *p.kv_scale;
     if constexpr (kFormat.scale == Scale::kGroup) {
@@ -169,9 +187,17 @@ __device__ __forceinline__ void append_latents(const AppendParams& p, const Elem
     store_as<kFormat.latents, 8>(row, vector * 8, x, scale);
 }
 
-// Writes the result of `rotate` on the token's key to its row of the cache.
+// Writes the result of `rotate` on the token's key to its row of the cache (null: it has none) and of `k_rope_out`.
 template <CacheFormat kFormat, typename Element>
-__device__ __forceinline__ void append_key(const AppendParams& p, const Element* x, unsigned char* row, int vector) {
+__device__ __forceinline__ void append_key(const AppendParams& p, const Element* x, unsigned char* row, int token,
+                                           int vector) {
+    if (p.k_rope_out) {
+        auto* out = static_cast<Element*>(p.k_rope_out) + token * p.k_rope_out_stride;
+        store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
+            store_as<Stored::kAsQueries, count.value>(out, column, from);
+        });
+    }
+    if (!row) return;
     row += p.d_c * bytes_of(kFormat.latents);
     if constexpr (kFormat.scale == Scale::kGroup) row += p.d_c / kFormat.group * 4;
     float scale = 1.f;
@@ -202,26 +228,31 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_con
         allow_successor();
         wait_for_predecessor();
     }
+    const bool is_query = index >= latents && head < p.num_heads;
     const auto* kv_c = static_cast<const Element*>(p.kv_c) + token * p.kv_c_stride;
+    // What does not depend on the norm is loaded before it.
+    const int64_t slot = is_query ? -1 : index_at(p.slots, p.slots_64, token);
+    alignas(16) Element weights[8];
+    if (p.norm_weight && index < latents)
+        *reinterpret_cast<uint4*>(weights) = static_cast<const uint4*>(p.norm_weight)[index];
     // `inverse_rms` needs whole warps, even if only some of their lanes have latents.
     const float norm = p.norm_weight && index - threadIdx.x % 32 < latents ? inverse_rms(p, kv_c) : 1.f;
     if (index >= latents && (head > p.num_heads || head_vectors == 0)) return;
 
-    const bool is_query = index >= latents && head < p.num_heads;
     unsigned char* row = nullptr;
-    if (!is_query) {
-        const int64_t slot = index_at(p.slots, p.slots_64, token);
-        if (static_cast<uint64_t>(slot) >= static_cast<uint64_t>(p.num_slots)) return;
+    if (static_cast<uint64_t>(slot) < static_cast<uint64_t>(p.num_slots)) {
         int page, row_of_page;
         p.page_size.split(static_cast<int>(slot), page, row_of_page);
         row = static_cast<unsigned char*>(p.cache) + page * p.page_bytes + row_of_page * p.row_bytes;
+    } else if (!is_query && !p.kv_c_out) {
+        return;
     }
-    if (index < latents) return append_latents<C::kFormat>(p, kv_c, row, index, norm);
+    if (index < latents) return append_latents<C::kFormat>(p, kv_c, weights, row, token, index, norm);
     auto* query = static_cast<Element*>(p.q_rope) + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
     const auto* key = static_cast<const Element*>(p.k_rope) + token * p.k_rope_stride;
     alignas(16) Element x[8];
     rotate(p, is_query ? query : key, x, vector, angles_of(p, token));
-    if (!is_query) return append_key<C::kFormat>(p, x, row, vector);
+    if (!is_query) return append_key<C::kFormat>(p, x, row, token, vector);
     store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
         store_as<Stored::kAsQueries, count.value>(query, column, from);
     });

@@ -30,6 +30,7 @@ class NewTokens:
             because the cache already holds the new tokens.
         v: [T, 1, d_c], the first columns of k.
         k_rope: [T, 1, d_rope], or None.
+        has_split_queries: whether SGLang passed the two parts of the queries separately.
     """
 
     layer: Any
@@ -39,6 +40,7 @@ class NewTokens:
     k: Tensor | None
     v: Tensor | None
     k_rope: Tensor | None
+    has_split_queries: bool = True
 
     @classmethod
     def of_call(
@@ -60,8 +62,9 @@ class NewTokens:
             UnsupportedError: one of the ``others`` is set.
         """
         refuse_arguments(layer, others)
+        is_split = q_rope is not None
         q_nope, q_rope = _split_queries(q, q_rope, layer)
-        return cls(layer, forward_batch, q_nope, q_rope, k if save_kv_cache else None, v, k_rope)
+        return cls(layer, forward_batch, q_nope, q_rope, k if save_kv_cache else None, v, k_rope, is_split)
 
 
 def refuse_arguments(layer: Any, others: dict[str, Any]) -> None:
@@ -167,7 +170,8 @@ class Appender:
 def _split_queries(q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, Tensor]:
     heads, d_c = layer.tp_q_head_num, layer.v_head_dim
     if q_rope is not None:
-        return q.view(-1, heads, d_c), q_rope.view(-1, heads, layer.head_dim - d_c)
+        q_nope = q.view(-1, heads, d_c)
+        return q_nope, q_rope.view(len(q_nope), heads, layer.head_dim - d_c)
     q_nope, q_rope = q.view(-1, heads, layer.head_dim).tensor_split([d_c], dim=-1)
     return q_nope, q_rope
 

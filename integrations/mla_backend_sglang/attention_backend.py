@@ -26,7 +26,13 @@ from mla_backend_sglang.append import Appender, NewTokens, refuse_arguments
 from mla_backend_sglang.fused_append import fuse_appends
 from mla_backend_sglang.names import NAME
 from mla_backend_sglang.prefill_step import LayerInputs, PrefillChooser, PrefillStep, expansion_tokens
-from mla_backend_sglang.refusals import check_layers_of_shard, check_runner, is_draft
+from mla_backend_sglang.query_scaling import QueryScaling
+from mla_backend_sglang.refusals import (
+    check_layers_of_shard,
+    check_runner,
+    check_unscaled_queries,
+    is_draft,
+)
 from mla_backend_sglang.settings import Settings
 from mla_backend_sglang.shard import LOG2_E, current_shard
 from mla_backend_sglang.weights import LayerWeights, adopt_weights, is_absorbed
@@ -66,6 +72,9 @@ class SglangMLABackend(AttentionBackend):
         geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
         geometry = geometry.per_rank(get_parallel().attn_tp_size)
         self._dimensions = (geometry.kv_lora_rank, geometry.qk_rope_head_dim)
+        self._query_scaling = QueryScaling.of_config(runner.model_config.hf_text_config)
+        if self._query_scaling is not None:
+            check_unscaled_queries()
         self._shard = current_shard()
         # SGLang's writers cast latents to fp8 without dividing by a scale, so the scale is 1.
         self._kv_scale: Tensor | None = None
@@ -95,10 +104,12 @@ class SglangMLABackend(AttentionBackend):
         may_fuse = model is not None and self._shard.size == 1
         fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
         self._appender = Appender(fused, self._shard, self._kv_scale, runner.dtype, self._table.device)
+        dimensions = (geometry.qk_head_dim, geometry.v_head_dim)
         if draft_step is None:
-            dimensions = (geometry.qk_head_dim, geometry.v_head_dim)
             prefill.prepare(spec.device, spec.dtype, *dimensions, with_plans=True)
-            self._log_start(geometry, kernel_state)
+        self._prefill_library = prefill.library(spec.device, spec.dtype, *dimensions, with_plans=True)
+        if draft_step is None:
+            self._log_start(kernel_state)
             if self._kv_scale is not None:
                 _warn_of_scales(self._layers)
 
@@ -162,7 +173,7 @@ class SglangMLABackend(AttentionBackend):
             is_read=False,
         )
 
-    def _log_start(self, geometry: MLAGeometry, kernel_state: str | None) -> None:
+    def _log_start(self, kernel_state: str | None) -> None:
         spec = self._decoder.spec
         counters.open_file()
         line = engines.start_line(
@@ -170,9 +181,7 @@ class SglangMLABackend(AttentionBackend):
             sglang.__version__,
             self._decoder,
             kernels=kernel_state,
-            prefill_library=prefill.library(
-                spec.device, spec.dtype, geometry.qk_head_dim, geometry.v_head_dim, with_plans=True
-            ),
+            prefill_library=self._prefill_library,
             absorbed=self._describe_absorbed(),
             shard=self._shard,
             cache_tokens=self.token_to_kv_pool.size,
@@ -217,6 +226,7 @@ class SglangMLABackend(AttentionBackend):
                 table_rows=forward_batch.req_pool_indices,
                 seq_lens=seq_lens,
                 decoder=self._decoder,
+                library=self._prefill_library,
             )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -286,11 +296,13 @@ class SglangMLABackend(AttentionBackend):
         latent_cache = self._latent_cache(layer)
         tokens = NewTokens.of_call(q, k, v, layer, forward_batch, *args, **kwargs)
         self._appender.append(tokens, latent_cache, self.token_to_kv_pool)
-        q_nope, q_rope = tokens.q_nope, tokens.q_rope
-        counters.add("absorbed_decode", q_nope.shape[0])
+        q_nope, q_rope = self._scaled(tokens)
+        decoder = self._decoder
+        served_by = {"kernel": decoder.implementation, "cache_format": decoder.spec.kv_format.name}
+        counters.add("absorbed_decode", q_nope.shape[0], **served_by)
         _check_tokens(self.forward_metadata.batch, q_nope.shape[0], forward_batch)
         out, lse = attend_planned_tokens(
-            self._decoder, self.forward_metadata, q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale
+            decoder, self.forward_metadata, q_nope, q_rope, latent_cache, layer.scaling, self._kv_scale
         )
         return out.flatten(1) if self._shard.size == 1 else (out, lse.mul_(LOG2_E))
 
@@ -303,7 +315,7 @@ class SglangMLABackend(AttentionBackend):
         if is_absorbed(layer, *self._dimensions):
             tokens = NewTokens.of_call(q, k, v, layer, forward_batch, *args, **kwargs)
             self._appender.append(tokens, latent_cache, self.token_to_kv_pool)
-            queries = tokens.q_nope, tokens.q_rope
+            queries = self._scaled(tokens)
             return step.attend_absorbed(*queries, latent_cache, layer.scaling, self._kv_scale).flatten(1)
         if getattr(forward_batch, "attn_attend_prefix_cache", False):
             raise UnsupportedError(
@@ -313,8 +325,11 @@ class SglangMLABackend(AttentionBackend):
         refuse_arguments(layer, {name: value for name, value in kwargs.items() if name != "save_kv_cache"})
         assert k is not None and v is not None  # the MHA forward always passes both
         heads = layer.tp_q_head_num
+        q = q.view(-1, heads, layer.qk_head_dim)
+        if self._query_scaling is not None:
+            self._query_scaling.scale_(step, forward_batch.positions, q)
         inputs = LayerInputs(
-            q=q.view(-1, heads, layer.qk_head_dim),
+            q=q,
             key=k.view(-1, heads, layer.qk_head_dim),
             value=v.view(-1, heads, layer.v_head_dim),
             latent_cache=latent_cache,
@@ -324,6 +339,13 @@ class SglangMLABackend(AttentionBackend):
             kv_scale=self._kv_scale,
         )
         return step.attend(inputs, self._chooser).flatten(1)
+
+    def _scaled(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
+        """q_nope and q_rope of an absorbed call, scaled by their positions if the model asks for it."""
+        if self._query_scaling is not None and tokens.has_split_queries:
+            positions = tokens.forward_batch.positions
+            self._query_scaling.scale_(self.forward_metadata, positions, tokens.q_nope, tokens.q_rope)
+        return tokens.q_nope, tokens.q_rope
 
     def _latent_cache(self, layer: Any) -> Tensor:
         """The layer's cache, [pages, page_size, d_c + d_rope].

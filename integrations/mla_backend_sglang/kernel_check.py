@@ -14,6 +14,7 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.spec import DecoderSpec
 from mla_backend_sglang.names import DSA_VARIABLE, NAME
+from mla_backend_sglang.refusals import stores_records
 
 
 def check_kernels(model_config: Any, settings: Any, table_kind: TableKind) -> None:
@@ -37,12 +38,15 @@ def check_kernels(model_config: Any, settings: Any, table_kind: TableKind) -> No
     num_heads = geometry.num_heads * (getattr(settings, "dcp_size", None) or 1)
     cache_dtype = _cache_dtype(settings.kv_cache_dtype, model_config)
     is_sparse = table_kind is TableKind.LIST
-    has_records = is_sparse and cache_dtype is torch.float8_e4m3fn
+    is_fp8 = cache_dtype is torch.float8_e4m3fn
+    has_records = (
+        is_sparse and is_fp8 and stores_records(settings.dsa_decode_backend, settings.dsa_prefill_backend)
+    )
     spec = DecoderSpec(
         num_heads=num_heads,
         kv_lora_rank=geometry.kv_lora_rank,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
-        dtype=torch.bfloat16 if has_records else model_config.dtype,
+        dtype=torch.bfloat16 if is_sparse and is_fp8 else model_config.dtype,
         kv_dtype=RECORD_656.name if has_records else cache_dtype,
         page_size=1 if is_sparse else settings.page_size or 1,
         table_kind=table_kind,

@@ -275,6 +275,7 @@ class PrefillStep:
         table_rows: int64 [batch], the table row of each request.
         seq_lens: int32 [batch], the number of cached and new tokens of each request.
         decoder: a decoder for TOKEN tables.
+        library: the name of what `mla_backend.prefill` calls.
     """
 
     def __init__(
@@ -286,12 +287,13 @@ class PrefillStep:
         table_rows: Tensor,
         seq_lens: Tensor,
         decoder: MLADecoder,
+        library: str,
     ):
         self._query_lens, self._prefix_lens = list(query_lens), list(prefix_lens)
         self._starts = _offsets(self._query_lens)
         self._num_tokens = self._starts[-1]
         self._table, self._table_rows, self._seq_lens = table, table_rows, seq_lens
-        self._decoder = decoder
+        self._decoder, self._library = decoder, library
         self._groups: list[_RequestGroup] | None = None
         self._all_absorbed: _AbsorbedBatch | None = None
 
@@ -316,13 +318,13 @@ class PrefillStep:
         if self._groups is None:
             self._groups = self._group_requests(chooser)
         if len(self._groups) == 1 and self._num_tokens == len(layer.q):  # nothing to put together
-            counters.add(self._groups[0].path, self._num_tokens)
+            self._count(self._groups[0].path, self._num_tokens)
             return self._groups[0].attend(layer)
         out = layer.q.new_empty(*layer.q.shape[:2], layer.value.shape[2])
         out[self._num_tokens :] = 0
         for group in self._groups:
             attended = group.attend(layer)
-            counters.add(group.path, attended.shape[0])
+            self._count(group.path, attended.shape[0])
             out[group.tokens] = attended
         return out
 
@@ -347,7 +349,7 @@ class PrefillStep:
         """
         if self._all_absorbed is None:
             self._all_absorbed = self._absorbed_batch(range(len(self._query_lens)))
-        counters.add("absorbed_extend", self._num_tokens)
+        self._count("absorbed_extend", self._num_tokens)
         out = q_nope.new_empty(q_nope.shape)
         out[self._num_tokens :] = 0
         tokens = slice(0, self._num_tokens)
@@ -355,6 +357,10 @@ class PrefillStep:
             q_nope[tokens], q_rope[tokens], latent_cache, softmax_scale, kv_scale, out=out[tokens]
         )
         return out
+
+    def _count(self, path: counters.AttentionPath, tokens: int) -> None:
+        kernel = self._decoder.implementation if path == "absorbed_extend" else self._library
+        counters.add(path, tokens, kernel=kernel, cache_format=self._decoder.spec.kv_format.name)
 
     def _group_requests(self, chooser: PrefillChooser) -> list[_RequestGroup]:
         requests: dict[PrefillMethod, list[int]] = {method: [] for method in PrefillMethod}

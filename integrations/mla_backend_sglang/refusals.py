@@ -8,6 +8,7 @@ modes, :func:`check_layer` each layer of the loaded model. Sparse layers have ch
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.settings import is_on
 from mla_backend_sglang import hooks
 from mla_backend_sglang.names import DSA_BACKENDS, DSA_VARIABLE, NAME
+from mla_backend_sglang.query_scaling import QueryScaling
 from mla_backend_sglang.settings import Settings, plans_on_another_stream, verifies_fewer_drafts
 
 _MODEL_CONFIG = "sglang.srt.configs.model_config"
@@ -59,8 +61,8 @@ def _check_target(server_args: Any, resolved: Any) -> None:
     from mla_backend_sglang.kernel_check import check_kernels
 
     model_config = ModelConfig.from_server_args(server_args)
-    _check_model(model_config, model_config.attention_arch == AttentionArch.MLA, is_draft=False)
     _check_selected_keys(model_config)
+    _check_model(model_config, model_config.attention_arch == AttentionArch.MLA, is_draft=False)
     _check_cache_option(resolved.kv_cache_dtype, model_config.dtype)
     _check_implementation(resolved)
     _check_modes(Settings(resolved))
@@ -230,18 +232,16 @@ def _check_model(model_config: Any, has_latents: bool, is_draft: bool) -> None:
             "mla_backend serves models with Multi-head Latent Attention (DeepSeek-V2/V3, Kimi-K2, "
             f"GLM-4.7-Flash, MiniCPM3, ...), and this model has none: choose another {option}"
         )
-    # Not from the HuggingFace config: SGLang also sets 0 for a model that says use_mla_nope.
-    if getattr(model_config, "qk_rope_head_dim", None) == 0:
+    of_cache = getattr(model_config, "qk_rope_head_dim", None)
+    of_layers = getattr(model_config.hf_text_config, "qk_rope_head_dim", None)
+    if of_cache == 0 and of_layers:
         raise UnsupportedError(
-            "mla_backend needs latents with a rotary part, but those of this model have none "
-            f"(qk_rope_head_dim is 0): choose another {option}"
+            f"this model's layers have keys with {of_layers} columns, not rotated (use_mla_nope), but "
+            "SGLang makes a cache without these columns: "
+            f"choose another {option}, or a checkpoint with qk_rope_head_dim 0"
         )
-    if getattr(model_config.hf_text_config, "llama_4_scaling", None):
-        raise UnsupportedError(
-            "mla_backend does not scale queries by their position, but this model has llama_4_scaling: "
-            f"choose another {option}"
-        )
-    if getattr(model_config.hf_text_config, "learnable_sink", False):
+    QueryScaling.of_config(model_config.hf_text_config)
+    if has_sinks(model_config.hf_text_config):
         raise UnsupportedError(
             f"mla_backend does not implement attention sinks, which this model has: choose another {option}"
         )
@@ -407,6 +407,17 @@ def _attention_type(call: Any) -> str:
     return getattr(kind, "value", kind)
 
 
+_PREPARE_MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
+_PREPARE_MHA += ".DeepseekMHAForwardMixin.forward_normal_prepare"
+
+
+def check_unscaled_queries() -> None:
+    """Raises UnsupportedError if SGLang's MHA forward scales queries by their position itself."""
+    hooks.require(_PREPARE_MHA)
+    if "llama_4_scaling" in inspect.signature(hooks.resolve(_PREPARE_MHA)).parameters:
+        raise hooks.mismatch(f"{_PREPARE_MHA} scales queries by their position itself")
+
+
 def check_layers_of_shard(model: Any) -> None:
     """Check that SGLang divides the cache of all attention layers with latents.
 
@@ -427,6 +438,17 @@ def check_layers_of_shard(model: Any) -> None:
 # Sparse layers, with MLA_BACKEND_DSA=1.
 
 
+def has_sinks(text_config: Any) -> bool:
+    """Whether a model's heads have attention sinks."""
+    return bool(getattr(text_config, "learnable_sink", False))
+
+
+def stores_records(decode: str | None, prefill: str | None) -> bool:
+    """Whether SGLang stores an fp8 cache of sparse layers as records with scales, going by the two
+    sub-backends, and not as elements without scales."""
+    return {decode, prefill} != {"tilelang"}
+
+
 def check_sparse_settings(resolved: Any, text_config: Any, capability: tuple[int, int]) -> None:
     """Check an engine's settings after SGLang's own choices, before it loads weights.
 
@@ -438,46 +460,55 @@ def check_sparse_settings(resolved: Any, text_config: Any, capability: tuple[int
     Raises:
         UnsupportedError: our kernels cannot serve them; the message names the remedy.
     """
+    decode, prefill = resolved.dsa_decode_backend, resolved.dsa_prefill_backend
+    is_fp8 = resolved.kv_cache_dtype == "fp8_e4m3"
     _check_sparse(
         resolved,
-        has_sinks=bool(getattr(text_config, "learnable_sink", False)),
-        is_pooled=(getattr(text_config, "index_kpool", None) or 1) > 1,
-        decode=resolved.dsa_decode_backend,
-        prefill=resolved.dsa_prefill_backend,
-        has_records=resolved.kv_cache_dtype == "fp8_e4m3",
+        with_sinks=has_sinks(text_config),
+        has_rotary_part=getattr(text_config, "qk_rope_head_dim", None) != 0,
+        decode=decode,
+        prefill=prefill,
+        is_fp8=is_fp8,
+        has_records=is_fp8 and stores_records(decode, prefill),
         has_hisparse=resolved.enable_hisparse,
         capability=capability,
     )
 
 
-def check_sparse_backend(backend: Any, server_args: Any) -> None:
+def check_sparse_backend(backend: Any, server_args: Any, with_sinks: bool) -> None:
     """Check a ``dsa`` backend that has been made.
 
     Raises:
         UnsupportedError: our kernels cannot serve it; the message names the remedy.
     """
     is_fp8, has_records = backend.kv_cache_dtype.itemsize == 1, backend.dsa_kv_cache_store_fp8
+    decode, prefill = backend.dsa_decode_impl, backend.dsa_prefill_impl
     _check_sparse(
         server_args,
-        has_sinks=False,  # only the configuration tells
-        is_pooled=getattr(backend, "dsa_index_kpool", 1) > 1,
-        decode=backend.dsa_decode_impl,
-        prefill=backend.dsa_prefill_impl,
+        with_sinks=with_sinks,
+        has_rotary_part=backend.qk_rope_head_dim != 0,
+        decode=decode,
+        prefill=prefill,
+        is_fp8=is_fp8,
         has_records=has_records,
         has_hisparse=backend.hisparse_coordinator is not None,
         capability=tuple(backend.device_capability),
     )
-    if is_fp8 and not has_records:
-        raise sparse_refusal("the cache is fp8, not in records: use --kv-cache-dtype bfloat16")
+    if is_fp8 and has_records is not stores_records(decode, prefill):
+        raise sparse_refusal(
+            f"the cache is fp8 {'in' if has_records else 'without'} records, which does not go with "
+            f"{decode} and {prefill} in this version of SGLang: use --kv-cache-dtype bfloat16"
+        )
 
 
 def _check_sparse(
     settings: Any,
     *,
-    has_sinks: bool,
-    is_pooled: bool,
+    with_sinks: bool,
+    has_rotary_part: bool,
     decode: str,
     prefill: str,
+    is_fp8: bool,
     has_records: bool,
     has_hisparse: bool,
     capability: tuple[int, ...],
@@ -485,15 +516,18 @@ def _check_sparse(
     is_fp16 = getattr(settings, "dtype", None) in ("half", "float16")
     is_divided = (getattr(settings, "dcp_size", None) or 1) > 1
     reasons = [
-        # First, because SGLang does not allow fa3 for such a model.
-        (has_sinks, "the model has attention sinks: leave the variable unset"),
-        (is_pooled, "keys are pooled (index_kpool): leave the variable unset"),
         (
-            "fa3" not in (decode, prefill),
-            f"they take the place of fa3, but decode runs on {decode} and prefill on {prefill}: "
+            # With sinks SGLang allows flashmla_sparse alone.
+            not with_sinks and not {"fa3", "tilelang"} & {decode, prefill},
+            f"they take the place of fa3 and tilelang, but decode runs on {decode} and prefill on {prefill}: "
             "use --dsa-decode-backend fa3",
         ),
-        (has_records and is_fp16, "records hold rotary parts in bfloat16: use --dtype bfloat16"),
+        (
+            has_records and not has_rotary_part,
+            "there is no kernel for records of latents without a rotary part: use --dsa-decode-backend "
+            "tilelang --dsa-prefill-backend tilelang, with which SGLang's fp8 caches have no records",
+        ),
+        (is_fp8 and is_fp16, "SGLang's fp8 caches go with bfloat16 queries: use --dtype bfloat16"),
         (has_hisparse, "HiSparse is on: leave --enable-hisparse off"),
         (is_divided, "context is parallel (DCP): leave --dcp-size out"),
         (

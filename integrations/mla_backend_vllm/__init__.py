@@ -1,8 +1,8 @@
 """mla-backend for vLLM: `register` is its ``vllm.general_plugins`` entry point.
 
 vLLM calls `register` in every process that it starts (API server, engine core, workers), sometimes twice, and
-before a worker has chosen its GPU. `register` therefore only writes class paths into vLLM's registries.
-Nothing here imports or builds a kernel, or touches CUDA.
+before a worker has chosen its GPU. `register` therefore writes class paths into vLLM's registries, and one
+class, for which it imports vLLM's layers. Nothing here imports or builds a kernel, or touches CUDA.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ BACKEND_PATH = "mla_backend_vllm.backend.VllmMLABackend"
 SPARSE_PATH = "mla_backend_vllm.sparse.SparseBackend"
 PREFILL_PATH = "mla_backend_vllm.prefill_backend.MLAPrefill"
 DEFAULT_VARIABLE = "MLA_BACKEND_DEFAULT"
+FUSED_APPEND_VARIABLE = "MLA_BACKEND_FUSED_APPEND"
 
 PREFERRED_PAGE_SIZE = 64
 """On a GPU, and on the CPU from vLLM 0.33 on; before, its CPU platform had its own default."""
@@ -31,6 +32,17 @@ def is_default() -> bool:
     from mla_backend import settings
 
     return settings.is_on(DEFAULT_VARIABLE)
+
+
+def fuses_appends() -> bool:
+    """Whether MLA_BACKEND_FUSED_APPEND leaves `mla_backend_vllm.fused_append` on.
+
+    Raises:
+        InvalidInputError: the variable is neither 0 nor 1.
+    """
+    from mla_backend import settings
+
+    return settings.is_on(FUSED_APPEND_VARIABLE)
 
 
 def is_this_backend(selected: Any) -> bool:
@@ -68,6 +80,22 @@ def _register() -> None:
             _register_custom(backend_enum, register_path, path)
     extend_selection(current_platform)
     _log_through_vllm()
+    if fuses_appends() and (current_platform.is_cuda() or current_platform.is_cpu()):
+        _replace_wrapper()
+
+
+def _replace_wrapper() -> None:
+    """Have one launch normalize, rotate and append new tokens, if this vLLM has what it takes."""
+    try:
+        from mla_backend_vllm.fused_append import replace_wrapper
+
+        replace_wrapper()
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "mla-backend leaves norm, rotation and append of new tokens to this vLLM's kernels: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
 
 def selection_name() -> str:

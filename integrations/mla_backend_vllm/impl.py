@@ -14,7 +14,7 @@ that they do not use; no versions are compared.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -28,11 +28,20 @@ from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_back
 
 from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
 from mla_backend.cache_format import CacheFormat, Scale, cache_format, dequantize
-from mla_backend_vllm import PREFILL_PATH, prefill_member, refusals
+from mla_backend_vllm import (
+    FUSED_APPEND_VARIABLE,
+    PREFILL_PATH,
+    fuses_appends,
+    prefill_member,
+    refusals,
+)
 from mla_backend_vllm.adapters import refuse_adapters
 from mla_backend_vllm.metadata import Metadata
 from mla_backend_vllm.prefill_backend import attend_to_context, is_gathered_by_vllm
 from mla_backend_vllm.scales import FP8_FORMATS, load_scales_of
+
+if TYPE_CHECKING:
+    from mla_backend_vllm.fused_append import FusedAppend
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
 
@@ -107,6 +116,14 @@ class CheckedImpl:
             q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return q
 
+    def typed_cache(self, kv_cache: Tensor) -> Tensor:
+        """vLLM's cache of the layer, which may be bytes, in the dtype of its format."""
+        return kv_cache.view(self.kv_format.storage)
+
+    def scale_of(self, layer: Any) -> Tensor | None:
+        """The scale of the cache of vLLM's ``layer``; None if its format has none."""
+        return self._scale(layer._k_scale)
+
     def _scale(self, k_scale: Tensor) -> Tensor | None:
         """The scale of the cache; None if its format has none. The tensor belongs to the layer: reloading
         weights writes to it, so captured graphs see the change."""
@@ -124,8 +141,14 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_pcp: bool = False
 
+    # Of `mla_backend_vllm.fused_append`, which sets both for layers of vLLM's usual class.
+    fused_append: FusedAppend | None = None
+    why_not_fused: str | None = "the model does not use vLLM's MultiHeadLatentAttentionWrapper"
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        if not fuses_appends():
+            self.why_not_fused = f"{FUSED_APPEND_VARIABLE}=0"
         if self.kv_format.is_quantized and current_platform.is_cpu():
             # On the CPU vLLM gathers context only from caches that are not quantized, so forward_mha
             # passes it a cache in the model's dtype.
@@ -142,17 +165,20 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         k_scale: Tensor,
         *args: Any,
     ) -> None:
-        """Append the new tokens' latents: with vLLM's own kernel on a GPU, with torch on the CPU.
+        """Append the new tokens' latents, unless one launch has normalized, rotated and appended them: with
+        vLLM's own kernel on a GPU, with torch on the CPU.
 
         From 0.33 on, vLLM also says whether the scale is 1, so that its kernel need not divide. This argument
         is not passed on: a captured graph would not divide by another scale that is loaded later.
         """
+        if self.fused_append is not None and self.fused_append.has_appended(kv_c_normed, k_pe):
+            return
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         elif kv_cache.numel():
             slots = slot_mapping.flatten()  # the other inputs may be padded
             kv_c, k_pe = kv_c_normed[: len(slots)], k_pe.squeeze(1)[: len(slots)]
-            cache.append(kv_cache.view(self.kv_format.storage), kv_c, k_pe, slots, self._scale(k_scale))
+            cache.append(self.typed_cache(kv_cache), kv_c, k_pe, slots, self._scale(k_scale))
 
     def forward_mqa(
         self,
@@ -177,7 +203,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         """
         q_nope, q_rope = self.split_queries(q)
         decode = attn_metadata.decode
-        counters.add(decode.path, q_nope.shape[0])
+        served_by = {"kernel": decode.decoder.implementation, "cache_format": self.kv_format.name}
+        counters.add(decode.path, q_nope.shape[0], **served_by)
         return decode.decoder.run(
             q_nope,
             q_rope,
@@ -198,7 +225,7 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         **kwargs: Any,
     ) -> None:
         """vLLM's regular prefill, on the prefill backend that the metadata builder chose."""
-        counters.add("vanilla_prefill", q.shape[0])
+        counters.add("vanilla_prefill", q.shape[0], cache_format=self.kv_format.name)
         has_context = attn_metadata.prefill.chunked_context is not None
         if has_context and kv_c_and_k_pe_cache.is_cpu and self.kv_format.is_quantized:
             kv_c_and_k_pe_cache = self._dequantized_context(

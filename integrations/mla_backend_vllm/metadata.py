@@ -28,6 +28,7 @@ from mla_backend import (
     MLADecoder,
     MLAGeometry,
     Policy,
+    RotaryAppend,
     TableKind,
     counters,
     engines,
@@ -123,15 +124,20 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             max_query_len=self.reorder_batch_threshold,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        kernels = engines.describe_kernels(spec)
+        fused = [layers[name].impl.fused_append for name in layer_names if layers[name].impl.fused_append]
+        kernels = engines.describe_kernels(spec, with_append=bool(fused))
+        if fused:
+            launch = RotaryAppend(spec.dtype, device)
+            for append in fused:
+                append.launch = launch
         self.decoder = engines.make_decoder(spec, BACKEND_NAME)
         library = self._prefill_backend.get_name()
         if isinstance(self._prefill_backend, MLAPrefill):
             widths = (geometry.qk_head_dim, geometry.v_head_dim)
             library = prefill.prepare(device, spec.dtype, *widths, batch_invariant=spec.batch_invariant)
-        self._log_start(kernels, library)
+        self._log_start(kernels, library, impl.why_not_fused)
 
-    def _log_start(self, kernels: str | None, library: str) -> None:
+    def _log_start(self, kernels: str | None, library: str, why_not_fused: str | None) -> None:
         counters.open_file()
         line = engines.start_line(
             engines.VLLM,
@@ -141,6 +147,9 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             prefill_library=library,
             absorbed=engines.describe_threshold(self.reorder_batch_threshold),
             shard=self._shard,
+            appended="one launch normalizes, rotates and appends new tokens"
+            if why_not_fused is None
+            else f"vLLM's kernels append new tokens ({why_not_fused})",
         )
         logger.info_once("%s", line)
 

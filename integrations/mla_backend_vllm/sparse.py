@@ -287,7 +287,8 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
         """
         q_nope, q_rope = self.split_queries(q)
         num_tokens = q_nope.shape[0]
-        counters.add("sparse", num_tokens)
+        kernel = attn_metadata.parts[0].decoder.implementation
+        counters.add("sparse", num_tokens, kernel=kernel, cache_format=self.kv_format.name)
         assert num_tokens <= attn_metadata.parts[-1].tokens.stop
         out = q_nope.new_empty(num_tokens, q_nope.shape[1], self.kv_lora_rank)
         lse = q_nope.new_empty(out.shape[:2], dtype=torch.float32)
@@ -315,7 +316,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
 
     def forward_mha(self, q: Tensor, *args: Any, **kwargs: Any) -> None:
         """vLLM's regular prefill."""
-        counters.add("vanilla_prefill", q.shape[0])
+        counters.add("vanilla_prefill", q.shape[0], cache_format=self.kv_format.name)
         super().forward_mha(q, *args, **kwargs)
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mla_backend import jit, kernels
-from mla_backend.cli.console import make_console
+from mla_backend.cli.console import WRONG_ARGUMENTS, end, make_console, print_json
 from mla_backend.errors import InvalidInputError, KernelBuildError
+
+if TYPE_CHECKING:
+    from mla_backend import jit
 
 _MAX_NEAR = 10
 
@@ -37,26 +39,23 @@ def build(
     prebuilt: Annotated[
         bool, typer.Option(help="Store kernels inside the package, for images without a compiler.")
     ] = False,
+    wheel: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write a wheel of these kernels, for images without nvcc."),
+    ] = None,
     only_list: Annotated[bool, typer.Option("--list", help="List the variants, and build none.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list: print one JSON array.")] = False,
 ) -> None:
     """Build the kernels of common models ahead of time, so that no engine has to build them."""
+    from mla_backend import jit
+
+    if as_json and not only_list:
+        raise typer.BadParameter("--json needs --list")
     console = make_console()
-    archs: list[str] | list[None] = arch or sorted(local_archs()) or [None]
-    try:
-        of_archs = [variant for a in archs for variant in kernels.shipped_variants(a)]
-    except InvalidInputError as error:
-        raise typer.BadParameter(str(error)) from None
-    patterns = match or ["*"]
-    variants = [v for v in of_archs if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in patterns)]
-    if not variants:
-        wanted = f"arch {', '.join(a or 'any' for a in archs)} and name {', '.join(patterns)}"
-        console.print(
-            f"[red]no variant matches {escape(wanted)}[/]; kernels need compute capability 8.0 or higher, "
-            "and others are built when they are first used"
-        )
-        if of_archs:
-            _print_near(console, patterns, of_archs, arch or [])
-        raise typer.Exit(2)
+    variants = _select(arch or [], match or ["*"])
+    if as_json:
+        print_json([_described(variant) for variant in variants])
+        return
     if only_list:
         for variant in variants:
             console.print(str(variant), highlight=False)
@@ -66,45 +65,68 @@ def build(
         console.print(f"nvcc {toolchain.version} ({toolchain.origin}: {toolchain.nvcc})", markup=False)
     try:
         results = _build(console, variants, jobs, prebuilt)
+        if wheel and not any(result.error for result in results):
+            written = jit.write_wheel([result.entry for result in results if result.entry], wheel)
+            size = written.stat().st_size / 1e6
+            console.print(f"wrote {written} ({size:.1f} MB)", markup=False, highlight=False, soft_wrap=True)
     except InvalidInputError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        end(str(error))
     if errors := [result.error for result in results if result.error]:
-        _print_errors(console, errors)
-        console.print(f"\n[red]{len(errors)} of {len(variants)} variants failed[/]")
-        raise typer.Exit(1)
+        reasons = dict.fromkeys(map(str, errors))  # one error may concern all variants
+        end("\n".join([*reasons, f"{len(errors)} of {len(variants)} variants failed"]))
 
 
-def _print_errors(console: Console, errors: list[KernelBuildError]) -> None:
-    for text in dict.fromkeys(map(str, errors)):  # one error may concern all variants
-        console.print("\n[red]KernelBuildError[/]")
-        console.print(text, markup=False, highlight=False)
+def _select(archs: list[str], patterns: list[str]) -> list[jit.KernelVariant]:
+    """The shipped variants for these architectures, or for those of this machine, whose names match.
+
+    Ends the command if there are none.
+    """
+    from mla_backend import kernels
+
+    chosen: list[str] | list[None] = archs or sorted(local_archs()) or [None]
+    try:
+        of_archs = [variant for arch in chosen for variant in kernels.shipped_variants(arch)]
+    except InvalidInputError as error:
+        raise typer.BadParameter(str(error)) from None
+    variants = [v for v in of_archs if any(fnmatch.fnmatchcase(v.name, pattern) for pattern in patterns)]
+    if not variants:
+        wanted = f"arch {', '.join(arch or 'any' for arch in chosen)} and name {', '.join(patterns)}"
+        near = _near(patterns, of_archs, archs) if of_archs else []
+        reason = (
+            f"no variant matches {wanted}; kernels need compute capability 8.0 or higher, and others are "
+            "built when they are first used"
+        )
+        end("\n".join([reason, *near]), WRONG_ARGUMENTS)
+    return variants
 
 
-def _print_near(
-    console: Console, patterns: list[str], variants: list[jit.KernelVariant], archs: list[str]
-) -> None:
-    """Print the variants whose names are nearest to the patterns, and how to list all of them."""
+def _described(variant: jit.KernelVariant) -> dict[str, str | bool]:
+    from mla_backend import jit
+
+    return {"name": variant.name, "arch": variant.arch, "built": jit.find_entry(variant) is not None}
+
+
+def _near(patterns: list[str], variants: list[jit.KernelVariant], archs: list[str]) -> list[str]:
+    """Lines with the variants whose names are nearest to the patterns, and how to list all of them."""
     names = sorted({variant.name for variant in variants})
     near = [name for text in patterns for name in difflib.get_close_matches(text, names, _MAX_NEAR, 0.4)]
     shown = [variant for name in dict.fromkeys(near) for variant in variants if variant.name == name]
-    if shown:
-        console.print("The nearest are:")
-    for variant in shown[:_MAX_NEAR]:
-        console.print(f"  {variant}", highlight=False)
+    lines = ["The nearest are:"] if shown else []
+    lines += [f"  {variant}" for variant in shown[:_MAX_NEAR]]
     command = " ".join(["mla-backend build", *(f"--arch {arch}" for arch in archs), "--list"])
-    console.print(f"`{command}` lists all of them ({len(variants)})", highlight=False)
+    return [*lines, f"`{command}` lists all of them ({len(variants)})"]
 
 
 def _build(
     console: Console, variants: list[jit.KernelVariant], jobs: int | None, prebuilt: bool
 ) -> list[jit.BuildResult]:
     """Build with a progress bar and one line per variant."""
+    from mla_backend import jit
+
     try:
         store = jit.prebuilt_dir() if prebuilt else jit.cache_dir()
     except KernelBuildError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        end(str(error))
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -127,4 +149,8 @@ def _build(
 
 def local_archs() -> set[str]:
     """The compute capabilities of this machine's GPUs."""
+    import torch
+
+    from mla_backend import jit
+
     return {jit.arch_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}

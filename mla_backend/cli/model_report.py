@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
 
 from mla_backend import jit, kernels
 from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
-from mla_backend.cli.console import facts
-from mla_backend.engines import FIRST_INDEXER_CAPABILITY
+from mla_backend.cli.console import Report
+from mla_backend.cli.start_lines import start_lines, why_weights_do_not_fit
+from mla_backend.engines import FIRST_INDEXER_CAPABILITY, SGLANG, VLLM
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
+from mla_backend.kernels.portable import has_only_99k
+from mla_backend.models import Support
 from mla_backend.policy import Policy, Rates, default_rates_and_origin, rates_of
 from mla_backend.spec import DecoderSpec
 
@@ -89,26 +91,38 @@ class Target:
         sizes = (tensor_parallel_size, decode_context_parallel_size, page_size)
         return cls(capability, is_here, rates, origin, *sizes, memory)
 
+    @property
+    def device_type(self) -> str:
+        """As torch names it."""
+        return "cuda" if self.capability else "cpu"
+
     def __str__(self) -> str:
         return f"sm_{jit.arch_name(self.capability)}" if self.capability else "the CPU"
 
 
-def report(console: Console, checkpoint: Checkpoint, target: Target) -> bool:
-    """Print the report. Returns whether mla-backend serves the model on the target.
+def report(out: Report, model: str, checkpoint: Checkpoint, target: Target) -> bool:
+    """Report on the model that the user named ``model``. Returns whether mla-backend serves it on the target.
 
     Raises:
         InvalidInputError: the heads cannot be split over the GPUs.
     """
     geometry = checkpoint.geometry.per_rank(target.tensor_parallel_size)
     title = f"{checkpoint.model_type} ({checkpoint.config_path})"
-    console.print(facts(title, _geometry(checkpoint, geometry)))
-    console.print(facts("latent cache", _cache(checkpoint, target)))
+    out.section(title, _geometry(checkpoint, geometry))
+    out.section("latent cache", _cache(checkpoint, target))
     why_not, rows = _attention(checkpoint, geometry, target)
-    console.print(facts("attention", rows))
-    reservation = "" if why_not else _reservation(checkpoint, target)
+    out.section("attention", rows)
+    out.section("engines", _engines(checkpoint))
+    why_not = why_not or why_weights_do_not_fit(checkpoint, target)
+    not_in = _reasons_against_engines(checkpoint, target)
+    if len(not_in) == len((VLLM, SGLANG)):
+        why_not = why_not or "; ".join(not_in)
+    if why_not is None:
+        out.section("start it by", start_lines(model, checkpoint, target))
+    reservation = "" if why_not else _reservation(checkpoint, target) + "".join(f"; {why}" for why in not_in)
     verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}{reservation}"
     color = "red" if why_not else "yellow" if reservation else "green"
-    console.print(verdict, style=f"bold {color}", highlight=False, markup=False)
+    out.verdict(why_not is None, verdict, color)
     return why_not is None
 
 
@@ -119,16 +133,43 @@ def _reservation(checkpoint: Checkpoint, target: Target) -> str:
         known = " by the portable kernel, which has run on Hopper only"
         if target.capability[0] == 10:
             known += "; your engine has special kernels for this GPU"
-    if checkpoint.model_type == "minicpm3":
-        known += "; in vLLM with --model-impl transformers"
+    for name, support in _support(checkpoint).items():
+        if support.on(target.device_type).is_served and support.remark:
+            known += f"; in {name} {support.remark}"
+    return known
+
+
+def _support(checkpoint: Checkpoint) -> dict[str, Support]:
+    """How far each engine serves models of the checkpoint's family; empty if that is not known."""
+    family = checkpoint.family
+    return {} if family is None else {VLLM.name: family.vllm, SGLANG.name: family.sglang}
+
+
+def _reasons_against_engines(checkpoint: Checkpoint, target: Target) -> list[str]:
+    """Why engines cannot serve the model on the target, one line for each engine that cannot."""
+    reasons = {}
     of_vllm = 64 if checkpoint.is_sparse else 16
     if target.page_size % of_vllm:
-        known += f"; not in vLLM, whose --block-size must be a multiple of {of_vllm}"
+        reasons[VLLM.name] = f"not in vLLM, whose --block-size must be a multiple of {of_vllm}"
     if checkpoint.geometry.qk_rope_head_dim == 0:
-        known += "; not in SGLang, because the latents have no rotary part"
+        reasons[SGLANG.name] = "not in SGLang, because the latents have no rotary part"
     if checkpoint.scales_queries:
-        known += "; not in SGLang, because queries are scaled by their position (llama_4_scaling)"
-    return known
+        reasons[SGLANG.name] = "not in SGLang, because queries are scaled by their position (llama_4_scaling)"
+    for name, support in _support(checkpoint).items():
+        if not support.on(target.device_type).is_served:
+            reasons.setdefault(name, f"not in {name}, because {support.reason}")
+    return [*reasons.values()]
+
+
+def _engines(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
+    """What is known of the model's family in each engine."""
+    family = checkpoint.family
+    if family is None:
+        yield "family", "none of the table of models (docs/models.md): its config alone is judged"
+        return
+    yield "family", f"{family.name}{f' ({family.special})' if family.special else ''}"
+    for name, support in _support(checkpoint).items():
+        yield name, str(support)
 
 
 def _geometry(checkpoint: Checkpoint, per_gpu: MLAGeometry) -> Iterable[tuple[str, str]]:
@@ -270,13 +311,37 @@ def _kernels(
     name, reason = kernels.choose(spec, capability)
     if name is None:
         return reason, [("kernels", f"none: {reason}")]
-    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens")]
+    memory = ", within 99 KB of shared memory" * has_only_99k(jit.arch_name(capability))
+    rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens{memory}")]
     variants = kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse)
     why_not = jit.why_unavailable(variants)
     missing = "not built yet" if why_not else "not built yet: an engine's start builds it"
     rows += [("", f"{variant}: {'built' if jit.find_entry(variant) else missing}") for variant in variants]
+    rows += _kernels_of_drafts(checkpoint, spec, capability, variants)
     if target.is_here:
         return why_not, rows
     if why_not:
         rows.append(("", f"this machine cannot build what is missing: {why_not}"))
     return None, rows
+
+
+def _kernels_of_drafts(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    capability: tuple[int, int],
+    without_drafts: Iterable[jit.KernelVariant],
+) -> list[tuple[str, str]]:
+    """The kernels that verify drafts of multi-token prediction, beside those of steps of one token."""
+    if not checkpoint.num_mtp_layers:
+        return []
+    query_len = 1 + checkpoint.num_mtp_layers
+    known = set(without_drafts)
+    of_drafts = kernels.variants_of(replace(spec, max_query_len=query_len), capability)
+    more = [variant for variant in of_drafts if variant not in known]
+    rows = f"{query_len} tokens, so {query_len * spec.num_heads} query rows"
+    if not more:
+        return [("with MTP", f"the same kernels verify drafts ({rows})")]
+    return [
+        ("with MTP", f"{variant}: {'built' if jit.find_entry(variant) else 'not built yet'} ({rows})")
+        for variant in more
+    ]

@@ -16,15 +16,25 @@ from mla_backend.jit.builder import (
     why_unavailable,
 )
 from mla_backend.jit.report import CompileReport, KernelResources
-from mla_backend.jit.store import cache_dir, find_entry, is_writable, prebuilt_dir
+from mla_backend.jit.store import (
+    StoredKernel,
+    cache_dir,
+    find_entry,
+    is_writable,
+    prebuilt_dir,
+    shipped_dirs,
+    stored_kernels,
+)
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
 from mla_backend.jit.variant import KernelVariant, arch_name, arch_of, capability_of, csrc_dir
+from mla_backend.jit.wheel import write_wheel
 
 __all__ = [
     "BuildResult",
     "CompileReport",
     "KernelResources",
     "KernelVariant",
+    "StoredKernel",
     "Toolchain",
     "arch_name",
     "arch_of",
@@ -40,5 +50,8 @@ __all__ = [
     "load_all",
     "prebuilt_dir",
     "prepare",
+    "shipped_dirs",
+    "stored_kernels",
     "why_unavailable",
+    "write_wheel",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_backend import settings
+from mla_backend import metrics, settings
 from mla_backend.errors import InvalidInputError, KernelBuildError
 from mla_backend.jit.report import CompileReport, parse
 from mla_backend.jit.store import (
@@ -28,10 +28,12 @@ from mla_backend.jit.store import (
     prebuilt_dir,
     publish,
     scratch_folder,
+    shipped_dirs,
     store_errors,
     why_unfit,
 )
 from mla_backend.jit.toolchain import Toolchain, find_toolchain
+from mla_backend.jit.trust import why_not_trusted
 from mla_backend.jit.variant import STANDARD_FLAGS, KernelVariant, csrc_dir
 
 if TYPE_CHECKING:
@@ -125,6 +127,8 @@ def _refuse_during_capture(variant: KernelVariant) -> None:
 def _load_entry(variant: KernelVariant, entry: Path) -> tvm_ffi.Module:
     import tvm_ffi  # not at the top: it imports torch's CUDA parts
 
+    if why_not := why_not_trusted(entry):
+        raise KernelBuildError(f"kernel {variant} is not loaded: {why_not}")
     try:
         return tvm_ffi.load_module(str(entry / LIBRARY))
     except (RuntimeError, OSError) as error:
@@ -154,8 +158,11 @@ def why_unavailable(variants: Iterable[KernelVariant]) -> str | None:
     It does not foresee compilations that fail.
     """
     try:
-        missing = [variant for variant in variants if find_entry(variant) is None]
-        if missing:
+        entries = {variant: find_entry(variant) for variant in variants}
+        for variant, entry in entries.items():
+            if entry is not None and (why_not := why_not_trusted(entry)):
+                return f"kernel {variant} is not loaded: {why_not}"
+        if missing := [variant for variant, entry in entries.items() if entry is None]:
             _toolchain_for(missing)
             open_store(cache_dir())
     except (KernelBuildError, InvalidInputError) as error:
@@ -201,7 +208,7 @@ def build(
     missing = []
     for variant in dict.fromkeys(variants):
         entry = find_entry(variant)
-        if entry and (entry.parent == prebuilt_dir() or not prebuilt):
+        if entry and (entry.parent in shipped_dirs() or not prebuilt):
             done(BuildResult(variant, entry, cached=True))
         else:
             missing.append(variant)
@@ -223,7 +230,8 @@ def _toolchain_for(variants: list[KernelVariant]) -> Toolchain:
     """
     what = f"kernel {variants[0]}" + (f" and {len(variants) - 1} more" if len(variants) > 1 else "")
     if not settings.is_on("MLA_BACKEND_JIT"):
-        found = why_unfit(variants[0]) or f"looked in {prebuilt_dir()} and {cache_dir()}"
+        folders = " and ".join(map(str, [*shipped_dirs(), cache_dir()]))
+        found = why_unfit(variants[0]) or f"looked in {folders}"
         raise KernelBuildError(
             f"{what} cannot be loaded: not built yet, and MLA_BACKEND_JIT=0 forbids building; {found}; "
             f"remedy: run `mla-backend build --arch {variants[0].arch}` without MLA_BACKEND_JIT=0 and with "
@@ -278,7 +286,9 @@ def _run_ninja(
             name = line.rpartition(" ")[2].strip()
             if name in left:  # ninja prints an entry's name when its compiler has ended
                 result = _finish(left.pop(name), toolchain, scratch / name)
-                num_built += result.error is None
+                failed = result.error is not None
+                metrics.count_build(result.variant.arch, result.seconds, failed=failed)
+                num_built += not failed
                 done(result)
     if left:
         raise KernelBuildError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import logging
 import os
 import re
@@ -18,7 +19,8 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
@@ -35,6 +37,9 @@ from mla_backend.jit.toolchain import (
     why_not_served,
 )
 from mla_backend.jit.variant import KernelVariant
+
+WHEEL_PACKAGE = "mla_backend_kernels"
+"""The package in a wheel of kernels (`mla-backend build --wheel` makes it). Its folders are entries."""
 
 LIBRARY = "kernel.so"
 LOG = "build.log"
@@ -71,8 +76,14 @@ def prebuilt_dir() -> Path:
     return Path(__file__).resolve().parents[1] / "prebuilt"
 
 
+def shipped_dirs() -> list[Path]:
+    """The folders of kernels that were installed: that of the package, and that of a wheel of kernels."""
+    wheel = importlib.util.find_spec(WHEEL_PACKAGE)
+    return [prebuilt_dir(), *map(Path, (wheel and wheel.submodule_search_locations) or ())]
+
+
 def find_entry(variant: KernelVariant) -> Path | None:
-    """The variant's entry, if it is shipped with the package or cached.
+    """The variant's entry, if it is shipped with the package, in a wheel of kernels, or cached.
 
     A shipped entry is valid with any compiler. A cached one must come from the installed compiler, so that an
     update of the toolkit takes effect. If nothing can be built, for lack of a compiler or because
@@ -83,8 +94,9 @@ def find_entry(variant: KernelVariant) -> Path | None:
     Raises:
         InvalidInputError: MLA_BACKEND_JIT is neither 0 nor 1.
     """
-    if shipped := _newest(prebuilt_dir(), variant):
-        return shipped
+    for folder in shipped_dirs():
+        if shipped := _newest(folder, variant):
+            return shipped
     try:
         store = cache_dir()
     except KernelBuildError:
@@ -137,12 +149,63 @@ def _newest(store: Path, variant: KernelVariant, toolkit: str = "*") -> Path | N
     return max(usable, key=lambda entry: usable[entry], default=None)
 
 
+@dataclass(frozen=True)
+class StoredKernel:
+    """An entry of a folder, for those who look after it.
+
+    Attributes:
+        entry: its folder.
+        name: the name of its variant.
+        toolkit: the version of the nvcc that built it.
+        num_bytes: of all its files.
+        why_unused: why nothing here loads it any more; None if something may.
+    """
+
+    entry: Path
+    name: str
+    toolkit: str
+    num_bytes: int
+    why_unused: str | None
+
+
+def stored_kernels(store: Path, known: Iterable[KernelVariant]) -> list[StoredKernel]:
+    """The complete entries of a folder.
+
+    Args:
+        store: the folder.
+        known: variants of this version. Entries with the name of one of them are of another version if their
+            keys differ; entries with other names may be in use.
+    """
+    keys: dict[str, set[str]] = {}
+    for variant in known:
+        keys.setdefault(variant.name, set()).add(variant.key())
+    try:
+        own = find_toolchain().version if settings.is_on("MLA_BACKEND_JIT") else None
+    except KernelBuildError:
+        own = None  # kernels of any compiler are used
+    found = []
+    for entry in sorted(store.glob("*-nvcc*-glibc*")):
+        name = entry.name.rpartition("-nvcc")[0].rpartition("-")[0]
+        named = _KEY_AND_VERSIONS.fullmatch(entry.name.removeprefix(f"{name}-"))
+        if named is None or not is_complete(entry):
+            continue
+        key, toolkit, _ = named.groups()
+        why = None
+        if name in keys and key not in keys[name]:
+            why = "of another version"
+        elif own not in (None, toolkit):
+            why = f"of another compiler than {own}"
+        size = sum(file.stat().st_size for file in entry.iterdir())
+        found.append(StoredKernel(entry, name, toolkit, size, why))
+    return found
+
+
 def why_unfit(variant: KernelVariant) -> str | None:
     """Why the entry that exists for a variant's name cannot be used; call this if `find_entry` finds none.
 
     None if there is no such entry, or if it only comes from another compiler.
     """
-    stores = [prebuilt_dir()]
+    stores = shipped_dirs()
     with contextlib.suppress(KernelBuildError):  # no home folder
         stores.append(cache_dir())
     for store in stores:
@@ -174,6 +237,7 @@ def open_store(store: Path) -> Path:
     with store_errors(store):
         if not store.exists():
             store.mkdir(parents=True, exist_ok=True)
+            store.chmod(stat.S_IMODE(store.stat().st_mode) & ~stat.S_IWOTH)  # umask 0 is common in containers
             if store == prebuilt_dir():  # for all users of the package
                 _let_read(store, store.parent)
         if not store.is_dir():
@@ -270,8 +334,9 @@ def _is_left_over(folder: Path) -> bool:
 
 
 def _let_read(path: Path, like: Path) -> None:
-    """Let everyone who may read ``like`` read a file or a folder, whatever the umask."""
-    path.chmod(stat.S_IMODE(path.stat().st_mode) | like.stat().st_mode & (0o055 if path.is_dir() else 0o044))
+    """Give a file or a folder the read permissions of ``like``; nobody but owner and group may write it."""
+    mode = path.stat().st_mode | like.stat().st_mode & (0o055 if path.is_dir() else 0o044)
+    path.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
 
 
 def publish(folder: Path, entry: Path) -> None:

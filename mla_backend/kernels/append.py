@@ -1,9 +1,14 @@
-"""The kernel that appends a layer's new tokens to the latent cache: `csrc/small/append.cuh`."""
+"""The kernels that append new tokens to the latent cache: `csrc/small/append.cuh`, and
+`csrc/small/scatter_rows.cuh` for rows that are in the cache's format already."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
+from mla_backend import jit
 from mla_backend.cache_format import FORMATS, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import (
@@ -33,4 +38,16 @@ def variant(arch: str) -> KernelVariant:
         for dtype, element in ELEMENTS.items()
         for kv_format in formats_of(dtype)
     ]
-    return KernelVariant("append", "\n".join(['#include "ffi/append.cuh"', *exports, ""]), arch)
+    exports.append("TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_rows, mla::ffi::scatter_rows);")
+    includes = ['#include "ffi/append.cuh"', '#include "ffi/scatter_rows.cuh"']
+    return KernelVariant("append", "\n".join([*includes, *exports, ""]), arch)
+
+
+@functools.cache
+def module(device: torch.device) -> Any:
+    """The kernels on a GPU.
+
+    Raises:
+        KernelBuildError, InvalidInputError: as in `jit.load`.
+    """
+    return jit.load(variant(jit.arch_of(device)))

@@ -45,7 +45,7 @@ class DecodeConfig(ABC):
         rows: of an m-block, which one CTA computes.
         range_ctas: 2 if the CTAs of a cluster share keys; the planner then treats their m-blocks as one.
         two_term_blocks: with fp8 products, how many of the queries' blocks of 64 columns are sums of two
-            e4m3.
+            e4m3. None: products are exact.
     """
 
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class DecodeConfig(ABC):
     tma: bool
     lists: bool = False
     profile: bool = False
-    two_term_blocks: int = 0
+    two_term_blocks: int | None = None
 
     @property
     def plan_rows(self) -> int:
@@ -92,7 +92,7 @@ class DecodeConfig(ABC):
             tma=self.tma,
             lists=self.lists,
             profile=self.profile,
-            two_term_blocks=self.two_term_blocks,
+            two_term_blocks=-1 if self.two_term_blocks is None else self.two_term_blocks,
         )
         config = f"mla::hopper::{cpp_name}Config<{ELEMENTS[self.dtype]}, {chosen}>"
         source = f"""\
@@ -107,7 +107,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(resident, mla::ffi::resident<Kernel>);
         sizes = (self.kv_lora_rank, self.qk_rope_head_dim)
         name = kernel_name(f"hopper_{self.kernel}", self.dtype, self.kv_format, *sizes)
         loads = "lists" if self.lists else "tma" if self.tma else "small_pages"
-        name += f"-t{self.two_term_blocks}" * (self.two_term_blocks > 0)
+        name += f"-products{self.two_term_blocks}" * (self.two_term_blocks is not None)
         name += f"-r{self.rows}" + f"x{self.range_ctas}" * (self.range_ctas > 1) + f"-{loads}"
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
 
@@ -138,15 +138,6 @@ class ManyRowsConfig(DecodeConfig):
         return "many_rows" if self.kv_format is None else "many_rows_fp8"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManyRowsFp8ProductsConfig(ManyRowsConfig):
-    """The same for e4m3 caches, with products in fp8."""
-
-    @property
-    def kernel(self) -> str:
-        return "many_rows_fp8_products"
-
-
 def decode_config(
     dtype: torch.dtype,
     kv_lora_rank: int,
@@ -169,21 +160,17 @@ def decode_config(
     most_rows = _few_rows(*width, kv_format, tma)
     if rows > (FEW_ROWS_SHARED if kv_format is not None and tma else most_rows):
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
-        if two_term_blocks is None:
-            kernel, other_bytes = ManyRowsConfig, _many_rows_bytes(*width, kv_format)
-        else:
-            kernel, other_bytes = ManyRowsFp8ProductsConfig, _fp8_products_bytes(*width, two_term_blocks)
-        return kernel(
+        return ManyRowsConfig(
             dtype=dtype,
             kv_format=kv_format,
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             rows=MAX_ROWS,
             range_ctas=range_ctas,
-            stages=_stages(*width, kv_format, other_bytes),
+            stages=_stages(*width, kv_format, _many_rows_bytes(*width, kv_format)),
             tma=tma,
             lists=lists,
-            two_term_blocks=two_term_blocks or 0,
+            two_term_blocks=two_term_blocks,
         )
     range_ctas = 2 if rows > most_rows else 1
     block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
@@ -251,12 +238,6 @@ def two_term_blocks_of(spec: DecoderSpec) -> int | None:
     if spec.products == "exact":
         return None
     return _column_blocks(spec.kv_lora_rank, spec.qk_rope_head_dim) * 2 // 3
-
-
-def _fp8_products_bytes(kv_lora_rank: int, qk_rope_head_dim: int, two_term_blocks: int) -> int:
-    """The same of `ManyRowsFp8ProductsMemory`."""
-    queries = (_column_blocks(kv_lora_rank, qk_rope_head_dim) + two_term_blocks) * 64 * 64
-    return max(queries, 64 * kv_lora_rank + (2 << 10)) + (23 << 10)
 
 
 def _stages(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, other_bytes: int) -> int:

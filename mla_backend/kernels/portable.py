@@ -44,7 +44,7 @@ _TILES_AND_STAGES: _Choices = {
 }
 
 # The same with fp8 caches, whose keys take half the memory or little more. With 16 rows, tiles of 64 tokens
-# and the stages of e4m3 are the fastest of those timed (docs/notes/portable.md). With more rows, larger tiles
+# and the stages of e4m3 are the fastest of those timed (docs/dead-ends.md). With more rows, larger tiles
 # or more stages would often fit; no comparison is recorded.
 _E4M3_TILES_AND_STAGES: _Choices = {
     (512, False): ((64, 4), (32, 6), (32, 6), (32, 5), (32, 5)),

@@ -282,6 +282,13 @@ def test_speedups_are_over_the_best_other(results):
     assert results.mean_speedup(128, "mla_backend") == (pytest.approx(1.0), 2)
 
 
+def test_the_quick_command_says_what_is_installed(monkeypatch):
+    monkeypatch.setattr("mla_backend_bench.cases.QUICK_GRID_OF_CPUS", ("1x20x2x1@4",))
+    outcome = CliRunner().invoke(app, ["quick", "--device", "cpu"])
+    assert outcome.exit_code == 0 and "1x20x2x1@4" in outcome.output
+    assert "ours" in outcome.output.splitlines()[1]
+
+
 def test_command_writes_results(tmp_path):
     path = tmp_path / "made" / "results.json"
     arguments = ["decode", "1x20x2x1@4", "-o", str(path), "--commit", "c0ffee"]
@@ -291,6 +298,7 @@ def test_command_writes_results(tmp_path):
     written = json.loads(path.read_text())
     assert written["commit"] == "c0ffee" and not written["failures"]
     assert [row["impl"] for row in written["rows"]] == ["torch", "torch"]  # all that a CPU runs
+    assert all(0 < row["p10_us"] <= row["time_us"] <= row["p90_us"] for row in written["rows"])
     assert written["read_ceiling_tb_per_s"] == max(written["read_tb_per_s"].values()) > 0
     loaded = bench.Results.load(path)
     assert loaded.cases() == [Case(1, 20, 2, 1, 4), Case(1, 20, 2, 1, 4, kv_dtype="fp8_e4m3")]

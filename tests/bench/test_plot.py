@@ -1,5 +1,7 @@
 """The plot shows every other implementation on every shape."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -70,6 +72,22 @@ def test_bars_and_figures_are_the_speedup_over_the_best(figure):
     assert ends == {line: pytest.approx(best) for line, best in {1: 2.0, 2: 1.5, 4: 1.2, 6: 0.8}.items()}
     written = {round(text.get_position()[1]): text.get_text() for text in axes.texts}
     assert written == {0: "over the best", 1: "2.00×", 2: "1.50×", 4: "1.20×", 6: "0.80×"}
+
+
+def test_a_second_mark_is_the_speedup_among_other_kernels():
+    pytest.importorskip("matplotlib")
+    slower = results()
+    slower.rows = [
+        replace(row, time_us=row.time_us * (1.25 if row.impl == "mla_backend" else 1))
+        for row in slower.rows
+        if row.batch == 1
+    ]
+    [axes] = plot.draw(results(), slower).figure.axes
+    marks = [dot for dot in axes.collections if dot.get_label() == "the same among other kernels"]
+    [[speedup, y]] = marks[0].get_offsets().tolist()
+    assert len(marks) == 1 and (speedup, y) == (pytest.approx(1.6), 1)
+    [legend] = axes.figure.legends
+    assert "the same among other kernels" in [text.get_text() for text in legend.get_texts()]
 
 
 def test_the_legend_names_what_is_drawn(figure):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mla_backend.errors import InvalidInputError
-from mla_backend_bench import cli, serving, serving_timing, tables
+from mla_backend_bench import cli, layer, serving, serving_timing, tables
 from mla_backend_bench.cli import app
-from mla_backend_bench.serving_engines import Settings, SglangDriver, Shape, VllmDriver
+from mla_backend_bench.serving_engines import Backend, Settings, SglangDriver, Shape, VllmDriver
 
 TOY_ENGINE = '''
 """Stands for vLLM: generates nothing, but takes a millisecond per token."""
@@ -134,12 +135,16 @@ def test_rows_of_another_engine_are_kept(tmp_path):
 
 
 def printed(rows):
-    """The cells of the table's header and lines."""
+    """The cells of the table's header and lines. Between columns there are two spaces."""
     console = Console(width=150)
     with console.capture() as capture:
         tables.print_serving(console, rows, VllmDriver.is_ours)
-    lines = [line.replace("┃", "│") for line in capture.get().splitlines()]
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    header, *lines = capture.get().splitlines()
+    ends = [match.end() for match in re.finditer(r"\S+( \S+)*", header)]
+    # The first column is aligned at the left, the others at the right.
+    starts = [0, header.index("batch"), *ends[1:-1]]
+    bounds = list(zip(starts, [*starts[1:], None], strict=True))
+    return [[line[start:end].strip() for start, end in bounds] for line in (header, *lines)]
 
 
 def test_the_table_has_every_time_and_its_ratio_to_ours():
@@ -147,7 +152,7 @@ def test_the_table_has_every_time_and_its_ratio_to_ours():
         row("vllm", "B", 30.0, 9.0, gpu_ms_per_step=3.0),
         row("vllm", "CUSTOM", 20.0, 6.0, gpu_ms_per_step=2.0),
     ]
-    times = ["prefill ms", "/ ours", "decode ms/step", "/ ours", "GPU ms/step", "/ ours"]
+    times = ["prefill ms", "/ ours", "step ms", "/ ours", "of GPU ms", "/ ours"]
     assert printed(rows) == [
         ["backend", "batch", "context", *times],
         ["CUSTOM", "1", "8", "20.000", "1.000", "6.000", "1.000", "2.000", "1.000"],
@@ -157,7 +162,7 @@ def test_the_table_has_every_time_and_its_ratio_to_ours():
 
 def test_the_table_of_a_cpu_has_no_gpu_times_and_ours_may_be_missing():
     assert printed([row("vllm", "B", 30.0, 9.0)]) == [
-        ["backend", "batch", "context", "prefill ms", "/ ours", "decode ms/step", "/ ours"],
+        ["backend", "batch", "context", "prefill ms", "/ ours", "step ms", "/ ours"],
         ["B", "1", "8", "30.000", "", "9.000", ""],
     ]
 
@@ -197,7 +202,7 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
         assert row["version"] == "1.2" and row["prefill_ms"] >= 1 and "decode_ms_per_step" in row
     assert written["runs"]["vllm"]["command"].startswith("mla-backend")
     assert "LIAR failed" in outcome.output and "mla-backend's counters show" in outcome.output
-    assert "prefill ms" in outcome.output and "decode ms/step" in outcome.output
+    assert "prefill ms" in outcome.output and "step ms" in outcome.output
     ours, theirs = ((toy_engine / f"{backend}.log").read_text() for backend in ("CUSTOM", "OTHER"))
     assert ours == theirs  # the same prompts for all
     for line in ours.splitlines():
@@ -271,3 +276,56 @@ def test_command_refuses_to_add_to_other_files(tmp_path, content):
 def test_results_record_the_command(monkeypatch, typed):
     monkeypatch.setattr(sys, "argv", typed)
     assert cli._command_line() == "mla-backend bench serving vllm"
+
+
+def test_a_backend_may_have_environment_variables():
+    parsed = Backend.parse('CUSTOM {"kv_cache_dtype": "fp8", "environment": {"A": "0"}}')
+    assert parsed == ("CUSTOM", {"kv_cache_dtype": "fp8"}, {"A": "0"}) and parsed.label == "CUSTOM A=0"
+    with pytest.raises(InvalidInputError, match="is not a JSON object of strings"):
+        Backend.parse('CUSTOM {"environment": {"A": 0}}')
+
+
+def kernel(name, start, duration, launch):
+    return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": {"correlation": launch}}
+
+
+def test_a_layer_is_measured_in_the_graphs_of_a_trace(tmp_path):
+    """Steps of 2 layers with 4 kernels each: 16 us from first to last, products in 6 of these."""
+    events = [kernel("sampling", 0, 500, 1)]  # no graph
+    for step in range(3):
+        for number in range(2):
+            at = 1000 * step + 9 * number
+            events += [
+                kernel("nvjet_sm90_tst", at, 2, 7 + step),
+                kernel("norm_rope", at + 1, 3, 7 + step),  # begins under the product
+                kernel("cutlass::device_kernel<flash::FlashAttnFwdSm90>", at + 5, 1, 7 + step),
+                kernel("cublasLt::splitKreduce_kernel", at + 6, 1, 7 + step),
+            ]
+    events.append({"cat": "gpu_memcpy", "ts": 4, "dur": 900, "args": {"correlation": 8}})
+
+    def stop():
+        with gzip.open(tmp_path / "traces" / "rank0.json.gz", "wt") as file:
+            json.dump({"traceEvents": events}, file)
+
+    calls = []
+    engine = SimpleNamespace(
+        traces=tmp_path / "traces",
+        vocabulary=9,
+        generate=lambda prompts, n: calls.append(n),
+        start_profile=lambda: calls.append("start"),
+        stop_profile=stop,
+    )
+    result = layer.measure(engine, Shape(1, 8), num_layers=2)
+    assert result == {"kernels_per_layer": 4, "attention_us_per_layer": 5, "step_ms": pytest.approx(0.016)}
+    assert calls == [1, "start", 1 + layer.STEPS]
+    with pytest.raises(RuntimeError, match="have no graph of a decode step"):
+        layer.measure(engine, Shape(1, 8), num_layers=3)
+
+
+def test_rows_of_another_model_are_kept(tmp_path):
+    path = tmp_path / "layer.json"
+    for model, step in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
+        layer.save(path, [{"engine": "vllm", "model": model, "step_ms": step}], "command", "c0ffee")
+    written = json.loads(path.read_text())
+    assert [(row["model"], row["step_ms"]) for row in written["rows"]] == [("b", 2.0), ("a", 3.0)]
+    assert set(written["runs"]) == {"vllm a", "vllm b"}

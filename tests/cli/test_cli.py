@@ -1,10 +1,12 @@
-"""`mla-backend doctor` and `build`, and the version."""
+"""`mla-backend doctor` and `build`, the version, and that these take no time to start."""
 
 import importlib.metadata
 import itertools
 import json
 import re
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -337,6 +339,35 @@ def test_doctor_is_not_ready_on_a_gpu_without_kernels(monkeypatch, h20):
     assert outcome.exit_code == 1
 
 
+def test_the_machine_as_json(engines):
+    told = json.loads(invoke("doctor", "--json").stdout)
+    plain = invoke("doctor")
+    assert told["verdict"] == verdict(plain) and told["answer"] is (plain.exit_code == 0)
+    assert list(told["sections"])[0] == "mla-backend" and "engines" in told["sections"]
+    assert dict(told["sections"]["mla-backend"])["location"] == str(Path(mla_backend.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["doctor", "--help"], ["bench", "decode", "--help"], ["dcotor"]]
+)
+def test_what_needs_no_torch_does_not_import_it(arguments):
+    """It takes seconds, and help and completion should not."""
+    code = "import sys\nfrom mla_backend.cli import app, add_commands\n"
+    code += "import mla_backend_bench.cli\napp.add_typer(mla_backend_bench.cli.app, name='bench')\n"
+    code += f"try: app({arguments!r})\nfinally: print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.endswith("False False\n"), done.stdout + done.stderr
+    assert done.returncode == (2 if "dcotor" in arguments else 0)
+
+
+def test_the_package_has_its_names():
+    for name in mla_backend.__all__:
+        assert getattr(mla_backend, name) is not None and name in dir(mla_backend)
+    assert mla_backend.__version__ == importlib.metadata.version("mla-backend")
+    with pytest.raises(AttributeError, match="no attribute 'Decoder'"):
+        mla_backend.Decoder  # noqa: B018
+
+
 def test_version():
     outcome = invoke("--version")
     assert outcome.output == f"mla-backend {importlib.metadata.version('mla-backend')}\n"
@@ -379,6 +410,24 @@ def test_build_lists_the_variants(variants):
     assert (outcome.exit_code, outcome.output.split("\n")) == (0, ["good-a (sm_80)", "good-b (sm_90a)", ""])
     assert "good-b" not in invoke("build", "--list", "--arch", "80").output
     assert not any(jit.find_entry(variant) for variant in variants)
+
+
+def test_build_lists_the_variants_as_json(variants, compiler):
+    jit.prepare(variants[:1])
+    listed = json.loads(invoke("build", "--list", "--json").stdout)
+    assert listed == [
+        {"name": "good-a", "arch": "80", "built": True},
+        {"name": "good-b", "arch": "90a", "built": False},
+    ]
+    assert invoke("build", "--json").exit_code == 2
+
+
+def test_builds_errors_are_on_stderr(variants, monkeypatch):
+    monkeypatch.setattr("mla_backend.jit.toolchain._candidates", lambda: iter(()))
+    for arguments, code in ((("--match", "zzz"), 2), (("--arch", "xx"), 2), ((), 1)):
+        outcome = invoke("build", *arguments)
+        assert outcome.exit_code == code and outcome.stderr
+        assert "no variant" not in outcome.stdout and "cannot be built" not in outcome.stdout
 
 
 def test_build_prints_what_users_wrote_as_it_is(variants, compiler, tmp_path, monkeypatch):
@@ -435,6 +484,19 @@ def test_build_can_store_inside_the_package(variants, compiler, tmp_path, monkey
     # A shipped kernel serves with any compiler, and with none.
     monkeypatch.setattr("mla_backend.jit.toolchain._candidates", lambda: iter(()))
     assert invoke("build").exit_code == 0
+
+
+def test_build_can_make_a_wheel(variants, compiler, tmp_path):
+    outcome = invoke("build", "--arch", "80", "--wheel", str(tmp_path / "wheels"))
+    assert outcome.exit_code == 0, outcome.output
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    assert f"wrote {wheel}" in outcome.output
+    with zipfile.ZipFile(wheel) as archive:
+        kernels = [name for name in archive.namelist() if name.endswith("kernel.so")]
+    assert len(kernels) == 1 and "good-a" in kernels[0]
+    variants.insert(0, KernelVariant("bad", "int f() { return undeclared; }\n", "80"))
+    assert invoke("build", "--wheel", str(tmp_path / "others")).exit_code == 1
+    assert not (tmp_path / "others").exists()
 
 
 def test_bench_is_a_command_of_another_package(monkeypatch):

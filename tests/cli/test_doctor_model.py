@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from mla_backend.cli import app
 from mla_backend.jit.toolchain import Toolchain
+from mla_backend.models import FAMILIES
 from mla_backend.policy import Policy, default_rates
 from tests.support.configs import KIMI_K2, MINICPM3, V2_LITE, V3
 
@@ -36,6 +40,8 @@ def no_gpu(monkeypatch, tmp_path):
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
+    monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [])
 
 
 @pytest.fixture
@@ -88,6 +94,30 @@ def test_geometry_and_cache(model, name, layers, heads, cache):
     assert cache in output
     in_vllm = "; in vLLM with --model-impl transformers" if name == "MiniCPM3" else ""
     assert output.endswith(f"served on the CPU{in_vllm}")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("arch", [None, "90a", "120"])
+def test_the_verdict_agrees_with_the_table_of_models(model, family, arch):
+    code, output = doctor(model(family.config), *(("--arch", arch) if arch else ()))
+    shape, device = family.geometry, "cuda" if arch else "cpu"
+    assert f"heads {shape.num_heads} kv_lora_rank {shape.kv_lora_rank}:" in output
+    assert f"qk_rope_head_dim {shape.qk_rope_head_dim}: " in output
+    assert f"qk_nope_head_dim {shape.qk_nope_head_dim}: " in output
+    assert f"v_head_dim {shape.v_head_dim}: " in output
+    assert f"engines family {family.name}" in output
+    assert f"vLLM {family.vllm} SGLang {family.sglang} " in output
+    served = {"vLLM": family.vllm.on(device).is_served, "SGLang": family.sglang.on(device).is_served}
+    assert code == (0 if any(served.values()) else 1)
+    where = f"sm_{arch}" if arch else "the CPU"
+    verdict = output[output.rindex(f"served on {where}") :]
+    if any(served.values()):
+        for engine, is_served in served.items():
+            assert (f"not in {engine}, because" in verdict) is not is_served, verdict
+    else:
+        assert output[: -len(verdict)].endswith("not ")
+    has_kernel = {None: "none on the CPU", "90a": "hopper (", "120": "portable ("}[arch]
+    assert (f"kernels {has_kernel}" in output) is (code == 0 or not arch)
 
 
 def test_a_model_is_found_by_folder_file_and_hub_name(model, tmp_path):
@@ -154,7 +184,7 @@ def test_gpus_that_divide_the_cache(model):
     assert fit[1] == 4 * fit[0]
     assert "-r16-" in whole and "-r64-" in output
     code, output = doctor(model(CONFIGS["V3"]), *gpus, "--decode-context-parallel-size", 3)
-    assert code == 1 and "does not divide --tensor-parallel-size 8" in output
+    assert code == 2 and "does not divide --tensor-parallel-size 8" in output
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -261,7 +291,9 @@ def test_free_memory_of_the_gpu_here_counts(model, monkeypatch, a100):
     ("name", "arch", "kernel"),
     [
         ("V3", "90a", "hopper_few_rows-bf16-d512_64-r16-tma (sm_90a): not built yet"),
-        ("V2-Lite", "89", "portable_decode-bf16-d512_64-r16-"),
+        ("V2-Lite", "89", "portable_decode-bf16-d512_64-r16-t16x5 (sm_89)"),
+        ("V2-Lite", "80", "pages of 64 tokens portable_decode-bf16-d512_64-r16-t32x4 (sm_80)"),
+        ("V2-Lite", "120", ", within 99 KB of shared memory portable_decode-bf16-d512_64-r16-t16x5 (sm_120)"),
         ("MiniCPM3", "90a", "hopper_few_rows-fp16-d256_32-r8-tma"),
     ],
 )
@@ -341,6 +373,7 @@ def test_not_served_where_an_engine_would_refuse_to_start(model, monkeypatch, tm
     assert reason.replace(" ", "") in verdict.replace(" ", "")  # long paths are folded
     for module in ("jit", "jit.builder"):
         monkeypatch.setattr(f"mla_backend.{module}.find_entry", lambda variant: "an entry")
+    monkeypatch.setattr("mla_backend.jit.builder.why_not_trusted", lambda entry: None)
     assert doctor(model(CONFIGS["V2-Lite"]))[0] == 0, "what is built needs no compiler"
 
 
@@ -441,33 +474,34 @@ def test_where_absorbed_meets_vanilla(model):
 )
 def test_one_error_for_what_cannot_be_reported_on(model, config, message):
     code, output = doctor(model(config))
-    assert code == 1 and message in output and " layers" not in output
+    assert code == 2 and message in output and " layers" not in output
 
 
 def test_other_errors(model, tmp_path):
     code, output = doctor("nobody/nothing")
-    assert code == 1 and "neither a folder with one nor a path to one" in output and "hf download" in output
+    assert code == 2 and "neither a folder with one nor a path to one" in output
+    assert "huggingface_hub, which would fetch it, is not installed" in output
     assert output.count("no config.json") == 1
     code, output = doctor(model(CONFIGS["V3"]), "--tensor-parallel-size", 3)
-    assert code == 1 and "128 heads cannot be split over 3 tensor-parallel GPUs" in output
+    assert code == 2 and "128 heads cannot be split over 3 tensor-parallel GPUs" in output
     code, output = doctor(model(CONFIGS["V3"]), "--arch", "sm_80")
-    assert code == 1 and "arch 'sm_80' must be a compute capability such as '80' or '90a'" in output
+    assert code == 2 and "arch 'sm_80' must be a compute capability such as '80' or '90a'" in output
     for memory in ("nan", "0", "-1", "1e300"):
         code, output = doctor(model(CONFIGS["V3"]), "--gpu-memory", memory)
-        assert code == 1 and "--gpu-memory must be a positive number of GiB" in output
+        assert code == 2 and "--gpu-memory must be a positive number of GiB" in output
     outcome = CliRunner().invoke(app, ["doctor", "--arch", "90a"])
     assert outcome.exit_code == 2 and "name one, too" in outcome.output
     (tmp_path / "model" / "config.json").write_text("{")
     code, output = doctor(tmp_path / "model")
-    assert code == 1 and "cannot be read" in output
+    assert code == 2 and "cannot be read" in output
     beside = model(CONFIGS["V3"]) / "hf_quant_config.json"
     for text, message in {"{": "cannot be read", "[" * 200_000: "cannot be read", "[1]": "is not"}.items():
         beside.write_text(text)
         code, output = doctor(tmp_path / "model")
-        assert code == 1 and f"hf_quant_config.json {message}" in output
+        assert code == 2 and f"hf_quant_config.json {message}" in output
     for name in ("~nobody-here/x", "x" * 5_000):
         code, output = doctor(name)
-        assert code == 1 and "no config.json for " in output and len(output) < 400
+        assert code == 2 and "no config.json for " in output and len(output) < 400
 
 
 def test_weights_of_a_size_that_cannot_be_do_not_count(model):
@@ -476,3 +510,103 @@ def test_weights_of_a_size_that_cannot_be_do_not_count(model):
         (folder / "model.safetensors.index.json").write_text(f'{{"metadata": {{"total_size": {size}}}}}')
         code, output = doctor(folder, "--gpu-memory", 80)
         assert code == 0 and "80.0 GiB" in output and "of weights" not in output
+
+
+def start_lines(output):
+    """The commands that the report gives for each engine."""
+    lines = output.split("start it by ")[1].split(" fp8 cache ")[0]
+    vllm, _, sglang = lines.partition(" SGLang ")
+    return shlex.split(vllm.removeprefix("vLLM ")), shlex.split(sglang)
+
+
+def test_the_command_that_starts_each_engine(model):
+    folder = model(CONFIGS["V2-Lite"])
+    vllm, sglang = start_lines(doctor(folder, *HOPPER)[1])
+    assert vllm == ["vllm", "serve", str(folder), "--attention-backend", "MLA_BACKEND"]
+    launch = ["python", "-m", "sglang.launch_server", "--model-path", str(folder)]
+    assert sglang == [*launch, "--attention-backend", "mla_backend", "--page-size", "64"]
+    gpus = ("--tensor-parallel-size", 8, "--decode-context-parallel-size", 4, "--page-size", 128)
+    vllm, sglang = start_lines(doctor(folder, *HOPPER, *gpus)[1])
+    sizes = ["--tensor-parallel-size", "8", "--decode-context-parallel-size", "4", "--block-size", "128"]
+    assert vllm[5:] == sizes
+    assert sglang[7:] == ["--page-size", "128", "--tp-size", "8", "--dcp-size", "4"]
+
+
+def test_the_command_depends_on_the_model_and_on_vllms_version(model, monkeypatch):
+    assert start_lines(doctor(model(CONFIGS["MiniCPM3"]), *HOPPER)[1])[0][-1] == "transformers"
+    sparse = doctor(model(CONFIGS["V3"] | {"index_topk": 2048}), *HOPPER)[1]
+    sglang = start_lines(sparse)[1]
+    assert sglang[0] == "MLA_BACKEND_DSA=1" and sglang[-2:] == ["--dsa-decode-backend", "fa3"]
+    scaled = doctor(model(CONFIGS["V2-Lite"] | {"llama_4_scaling": {"beta": 1}}), *HOPPER)[1]
+    assert "sglang.launch_server" not in scaled
+    monkeypatch.setattr("mla_backend.engines.Engine.installed", lambda engine: [("vllm", "0.31.1")])
+    assert start_lines(doctor(model(CONFIGS["V2-Lite"]), *HOPPER)[1])[0][-1] == "CUSTOM"
+
+
+def test_kernels_and_options_of_drafts(model):
+    output = doctor(model(CONFIGS["V3"]), *HOPPER, "--tensor-parallel-size", 8)[1]
+    # 16 heads: kernels for 16 query rows, and for 32 with one draft.
+    assert "with MTP hopper_many_rows" in output and "(2 tokens, so 32 query rows)" in output
+    (drafts,) = re.findall(r"--speculative-config '(.*?)'", output)
+    assert json.loads(drafts)["method"] == "mtp" and "--speculative-algorithm EAGLE" in output
+    output = doctor(model(CONFIGS["V3"]), *HOPPER)[1]
+    assert "the same kernels verify drafts (2 tokens, so 256 query rows)" in output
+    assert "with MTP" not in doctor(model(CONFIGS["V2-Lite"]), *HOPPER)[1]
+
+
+def test_weights_that_do_not_fit_are_the_verdict(model):
+    folder = model(CONFIGS["V3"])
+    index = {"metadata": {"total_size": 640 << 30}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, output = doctor(folder, *HOPPER, "--gpu-memory", 140)
+    assert code == 1 and "640 GiB of weights do not fit into 140 GiB of a GPU's memory" in output
+    assert output.endswith("use --tensor-parallel-size 8 or more") and "start it by" not in output
+    code, output = doctor(folder, *HOPPER, "--gpu-memory", 140, "--tensor-parallel-size", 8)
+    assert code == 0 and "start it by" in output
+
+
+def test_the_report_as_json(model):
+    folder = model(CONFIGS["V2-Lite"])
+    code, output = doctor(folder, *HOPPER, "--json")
+    told = json.loads(output)
+    assert code == 0 and told["answer"] is True and told["verdict"].startswith("served on sm_90a")
+    assert ["heads", "16"] in next(rows for title, rows in told["sections"].items() if "deepseek" in title)
+    code, output = doctor(model(CONFIGS["V2-Lite"] | {"learnable_sink": True}), *HOPPER, "--json")
+    assert code == 1 and json.loads(output)["answer"] is False
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub: `hub[name] = content` adds a file to each of its models; others are not found."""
+    files = {}
+
+    def hf_hub_download(model, name, **options):
+        if name not in files:
+            raise FileNotFoundError(f"404 for {model}/{name}\nsecond line")
+        path = tmp_path / "fetched" / model / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(files[name]))
+        return str(path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=hf_hub_download))
+    return files
+
+
+def test_a_config_is_fetched_from_the_hub(hub):
+    code, output = doctor("somebody/model", *HOPPER)
+    assert (
+        code == 2 and "it cannot be fetched (FileNotFoundError: 404 for somebody/model/config.json)" in output
+    )
+    hub["config.json"] = CONFIGS["V2-Lite"]
+    code, output = doctor("somebody/model", *HOPPER, "--gpu-memory", 80)
+    assert code == 0 and "vllm serve somebody/model" in output and "without weights" in output
+    hub["model.safetensors.index.json"] = {"metadata": {"total_size": 8 << 30}}
+    hub["hf_quant_config.json"] = {"quantization": {"kv_cache_quant_algo": "FP8"}}
+    output = doctor("somebody/model", *HOPPER, "--gpu-memory", 80)[1]
+    assert "80.0 GiB less 8.0 GiB of weights" in output and "fp8_e4m3, as the checkpoint asks" in output
+
+
+def test_errors_are_on_stderr(model):
+    for arguments in (["nobody/nothing"], [str(model([]))]):
+        outcome = CliRunner().invoke(app, ["doctor", *arguments])
+        assert outcome.exit_code == 2 and not outcome.stdout and outcome.stderr.count("\n") == 1

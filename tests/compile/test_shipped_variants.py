@@ -54,15 +54,20 @@ OTHER_RECORDS = [
     ).variant()
     for arch, rows, lists in (("80", 16, False), ("86", 64, False), ("89", 64, False), ("80", 64, True))
 ]
-# Of the portable kernels for GPUs of compute capability 12, which are built where one is.
+# Of the portable kernels for GPUs of compute capability 12, which are built where one is: for each width
+# of latents that ships, for lists and for fp8 caches.
 FOR_SM_120 = [
-    portable.decode_config(torch.bfloat16, *latents, rows, "120", has_only_99k("120"), kv_format).variant()
-    for latents, rows, kv_format in (
-        ((512, 64), 16, None),
-        ((512, 64), 64, None),
-        ((512, 64), 16, E4M3),
-        ((512, 0), 48, None),
-        ((256, 64), 32, E4M3),
+    portable.decode_config(
+        torch.bfloat16, *latents, rows, "120", has_only_99k("120"), kv_format, lists
+    ).variant()
+    for latents, rows, kv_format, lists in (
+        ((512, 64), 16, None, False),
+        ((512, 64), 64, None, False),
+        ((512, 64), 16, E4M3, False),
+        ((512, 64), 64, None, True),
+        ((512, 0), 48, None, False),
+        ((256, 64), 32, E4M3, False),
+        ((256, 32), 64, None, False),
     )
 ]
 

@@ -19,7 +19,7 @@ def run_example(document: str, names: dict) -> None:
 
 def test_the_examples_of_the_library_run():
     names: dict = {}
-    run_example("README.md", names)
+    run_example("docs/library.md", names)
     run_example("docs/kernels-hopper.md", names)
 
 

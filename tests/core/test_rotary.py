@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, RotaryAppend
 from mla_backend.rotary import rms_norm, rotate
-from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated
+from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated, rotated_by
 
 
 @settings(max_examples=40, deadline=None)
@@ -197,3 +197,47 @@ def test_append_refuses(changes, message):
     with pytest.raises(InvalidInputError, match=message):
         RotaryAppend(torch.float32, "cpu")(**given, interleaved=True)
     assert torch.equal(given["q_rope"], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_append_returns_the_new_rows_too(dtype):
+    """Of all tokens: of the second, which has no slot, as of the others."""
+    given = arguments()
+    angles = given["cos_sin_cache"].to(dtype)
+    given |= {name: given[name].to(dtype) for name in ("q_rope", "kv_c", "k_rope", "latent_cache")}
+    weight = torch.randn(16).to(dtype)
+    kv_c_out, k_rope_out = (torch.full((3, width), torch.nan, dtype=dtype) for width in (16, 8))
+    given |= {"cos_sin_cache": angles, "kv_c_out": kv_c_out, "k_rope_out": k_rope_out}
+    RotaryAppend(dtype, "cpu")(**given, interleaved=True, norm_weight=weight, norm_eps=0.1)
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(kv_c_out.double(), normalized(given["kv_c"], weight, 0.1), **near)
+    expected = rotated_by(given["k_rope"], angles[given["positions"]], interleaved=True)
+    torch.testing.assert_close(k_rope_out.double(), expected, **near)
+    written = given["latent_cache"].view(20, 24)[[17, 2]]
+    assert torch.equal(written, torch.cat([kv_c_out, k_rope_out], dim=1)[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"kv_c_out": torch.zeros(3, 16)}, "kv_c_out and k_rope_out go together"),
+        ({"k_rope_out": torch.zeros(3, 8)}, "kv_c_out and k_rope_out go together"),
+        (
+            {"kv_c_out": torch.zeros(3, 8), "k_rope_out": torch.zeros(3, 8)},
+            r"kv_c_out must be torch.float32 \[3, 16\]",
+        ),
+        (
+            {"kv_c_out": torch.zeros(3, 16), "k_rope_out": torch.zeros(3, 1).expand(3, 8)},
+            "k_rope_out must be contiguous",
+        ),
+        (
+            {"kv_c_out": torch.zeros(3, 16), "k_rope_out": torch.zeros(1, 8).expand(3, 8)},
+            "k_rope_out is expanded",
+        ),
+    ],
+)
+def test_append_refuses_outputs(outputs, message):
+    given = arguments()
+    with pytest.raises(InvalidInputError, match=message):
+        RotaryAppend(torch.float32, "cpu")(**given, interleaved=True, **outputs)
+    assert given["latent_cache"].isnan().all()

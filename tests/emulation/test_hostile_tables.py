@@ -160,7 +160,7 @@ def test_append_writes_to_slots_of_the_cache_alone(modules, kv_dtype, slots_in):
     positions, angles = torch.zeros(tokens, dtype=torch.int64), torch.zeros(1, 64)
     name = append.function_name(torch.bfloat16, format_of(cache))
     getattr(modules(append.variant("90a")), name)(
-        *tensors, cache, slots, positions, angles, True, None, 0.0, scale
+        *tensors, cache, slots, positions, angles, True, None, 0.0, scale, None, None
     )
     rows = storage[10:-10].view(pages * page_size, -1)
     written = (rows != 0xFF).any(dim=1)
@@ -178,7 +178,7 @@ def test_positions_without_angles_give_nan(modules):
     cache = torch.zeros(6, 1, 576, dtype=torch.bfloat16)
     name = append.function_name(torch.bfloat16, format_of(cache))
     getattr(modules(append.variant("90a")), name)(
-        *tensors, cache, torch.arange(6), positions, angles[3:6], True, None, 0.0, None
+        *tensors, cache, torch.arange(6), positions, angles[3:6], True, None, 0.0, *[None] * 3
     )
     for rotated in (tensors[0][:, 0], cache[:, 0, 512:]):
         assert torch.equal(rotated.isnan().all(1), ~exists) and torch.equal(rotated.isnan().any(1), ~exists)

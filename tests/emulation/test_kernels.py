@@ -28,7 +28,7 @@ RAGGED = [
     for page_size in (1, 8)
 ]
 # The same sources with other sizes of tiles and rings: no more of it than this, and some random cases.
-RAGGED += [("portable_99k", 16, 8), ("portable_99k", 40, 1)]
+RAGGED += [("portable_99k", 16, 8), ("portable_99k", 20, 8), ("portable_99k", 40, 1)]
 
 
 @pytest.mark.smoke(num_heads=16, page_size=8)
@@ -323,7 +323,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(divide, divide);
             assert module.divide(dividend, divisor) == dividend // divisor, (dividend, divisor)
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", ["hopper", "portable", "portable_99k"])
 def test_large_scores(decoder, family):
     """Scores far apart: the running maximum moves by more than any bound, and most weights vanish."""
     for num_heads in (16, 40):

@@ -231,6 +231,18 @@ def test_a_failure_ends_its_own_kernel_only():
         prepare([tiny(41), broken[0]])
 
 
+def test_builds_are_counted(monkeypatch):
+    """But not kernels that are there already."""
+    counted = []
+    monkeypatch.setattr(builder.metrics, "count_build", lambda *args, failed: counted.append((*args, failed)))
+    broken = KernelVariant("broken", "int f() { return undeclared; }\n", "80")
+    results = [result for _ in range(2) for result in build([tiny(46), broken])]
+    of_compilers = [
+        (("80", result.seconds), result.error is not None) for result in results if result.seconds
+    ]
+    assert sorted(counted) == sorted(of_compilers) and len(counted) == 3
+
+
 def test_what_a_failed_compiler_leaves_is_no_kernel(tmp_path, monkeypatch):
     write_and_fail = 'for out; do :; done; echo half > "$out"; echo out of memory; exit 1'
     scripted_nvcc(tmp_path / "nvcc", monkeypatch, write_and_fail)

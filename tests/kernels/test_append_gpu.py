@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from mla_backend import MLADecoder, RotaryAppend
+from mla_backend import MLADecoder, RotaryAppend, cache
 from mla_backend.batch import DecodeBatch
+from mla_backend.cache_format import cache_format
 from tests.support.cases import check_appended_extremes, check_rotary_append
 
 pytestmark = pytest.mark.gpu
@@ -97,3 +98,30 @@ def test_decode_behind_it_reads_what_it_wrote(captured, page_size, implementatio
     for _ in range(10):
         graph.replay() if captured else all_layers()
         assert torch.equal(results, expected)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla"])
+def test_the_plain_append_writes_the_rows_that_the_cpu_writes(kv_dtype):
+    """And in one launch behind the conversion, which writes nothing if there is no slot."""
+    assert cache.scatters_in_one_launch(torch.device("cuda", torch.cuda.current_device()))
+    torch.manual_seed(0)
+    kv_format = cache_format(kv_dtype)
+    dtype = torch.float32 if kv_dtype is torch.float32 else torch.bfloat16
+    kv = torch.randn(6, 576).to(dtype)
+    expected = torch.zeros(5, 4, kv_format.row_width(512, 64) * kv_format.storage.itemsize, dtype=torch.uint8)
+    expected = expected.view(kv_format.storage)
+    scale = torch.tensor([0.3]) if kv_format.takes_scale else None
+    written = expected.cuda()
+    for slots in ([7, -1, 19, -1, 0, 2], [-1] * 6):
+        slots = torch.tensor(slots)
+        cache.append(expected, kv[:, :512], kv[:, 512:], slots, scale)
+        on_device = kv.cuda()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            cache.append(
+                written, on_device[:, :512], on_device[:, 512:], slots.cuda(), scale and scale.cuda()
+            )
+            torch.cuda.synchronize()
+        assert torch.equal(written.cpu().view(torch.uint8), expected.view(torch.uint8))
+        names = [event.key for event in profile.key_averages()]
+        assert any("scatter_rows_kernel" in name for name in names)
+        assert not any("index" in name for name in names), names

@@ -71,10 +71,12 @@ class Oracle:
     """Greedy tokens and their log-probabilities from HuggingFace's model, in fp32."""
 
     def __init__(self, path: Path):
-        from transformers import AutoModelForCausalLM
+        import transformers
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         config = json.loads((path / "config.json").read_text())
+        # Its class for automatic choice does not know all of them.
+        model = getattr(transformers, config["architectures"][0])
+        self._model = model.from_pretrained(path, dtype=torch.float32).eval()
         if config["model_type"] != "deepseek_v2":
             return
         rope = config["rope_scaling"]

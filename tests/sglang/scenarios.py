@@ -146,9 +146,20 @@ def counts_so_far() -> dict[str, counters.Count]:
     return counters.read_folder(os.environ[counters.ENVIRONMENT_VARIABLE])
 
 
+def metrics() -> dict[str, int]:
+    """Tokens by path, kernel and cache format, as SGLang's server shows them under /metrics."""
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    ours = [sample for sample in samples if sample.name == "mla_backend_tokens_total"]
+    return {" ".join(s.labels[n] for n in ("path", "kernel", "cache_format")): int(s.value) for s in ours}
+
+
 def tokens(checkpoint: Path) -> dict:
     """Page size 1: one batch with cached prefixes of all sizes, then weight updates."""
-    engine = start(checkpoint)
+    engine = start(checkpoint, enable_metrics=True)
     try:
         first = [prompt(1, 7), prompt(2, 90), prompt(3, 300)]
         # In one batch: one new token; few; many; more than fit a chunk with their prefix; and no prefix.
@@ -166,6 +177,7 @@ def tokens(checkpoint: Path) -> dict:
             path: [now - then for now, then in zip(count, before[path], strict=True)]
             for path, count in counts_so_far().items()
         }
+        result["totals"], result["metrics"] = counts_so_far(), metrics()
         update(engine, checkpoint, seed=1, load_format=None)
         result["updated"] = generate(engine, first)
         update(engine, checkpoint, seed=2, load_format="direct")
@@ -237,6 +249,28 @@ def briefly(checkpoint: Path, settings: str) -> dict:
     try:
         first, second = two_batches()
         return dict(requests=generate(engine, first) + generate(engine, second))
+    finally:
+        engine.shutdown()
+
+
+def continued(checkpoint: Path, prompts: str) -> dict:
+    """Two batches of the same prompts, the longest of which has two chunks; then they are in the cache.
+
+    Args:
+        prompts: JSON of the prompts, each a list of tokens.
+    """
+    from tests.support.small_models import NEW_TOKENS, know_config
+
+    fork_processes()
+    allow_models_without_yarn()
+    know_config(json.loads((checkpoint / "config.json").read_text())["model_type"])
+    engine = start(checkpoint, chunked_prefill_size=256, skip_tokenizer_init=True, page_size=8)
+    try:
+        batches = [
+            engine.generate(input_ids=json.loads(prompts), sampling_params=sampling(NEW_TOKENS))
+            for _ in range(2)
+        ]
+        return dict(batches=[[output["output_ids"] for output in outputs] for outputs in batches])
     finally:
         engine.shutdown()
 
@@ -475,7 +509,7 @@ def hierarchical(checkpoint: Path, settings: str) -> dict:
 
 def run(scenario: str, checkpoint_path: str, result_path: str, *parameters: str) -> None:
     scenarios = (tokens, mixed, deterministic, briefly, interrupted, save_sharded_state, data_parallel)
-    scenarios += (server_of_pair,)
+    scenarios += (server_of_pair, continued)
     on_gpus = (on_gpu, released, hierarchical)
     outcome = {s.__name__: s for s in scenarios + on_gpus}[scenario](Path(checkpoint_path), *parameters)
     Path(result_path).write_text(json.dumps(outcome))

@@ -20,6 +20,7 @@ from mla_backend.errors import UnsupportedError
 from mla_backend.geometry import MLAGeometry
 from mla_backend.policy import Policy, default_rates
 from mla_backend_sglang import attention_backend, dispatch, weights
+from mla_backend_sglang.append import NewTokens
 from mla_backend_sglang.prefill_step import (
     LayerInputs,
     PrefillChooser,
@@ -27,6 +28,7 @@ from mla_backend_sglang.prefill_step import (
     PrefillStep,
     expansion_tokens,
 )
+from mla_backend_sglang.query_scaling import QueryScaling
 from mla_backend_sglang.settings import Settings
 
 GEOMETRY = MLAGeometry(
@@ -167,6 +169,7 @@ class Batch:
             table_rows=self.rows,
             seq_lens=self.seq_lens,
             decoder=decoder,
+            library="torch",
         )
 
     def expand(self, weight, latents):
@@ -213,6 +216,37 @@ def test_tokens_that_were_padded_after_planning_get_zero(padding):
         expected = weights @ latents[:, : GEOMETRY.kv_lora_rank]
         torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
     assert len(out) == len(lse) == 3 + padding and not out[3:].any() and not lse[3:].any()
+
+
+def test_queries_grow_with_their_positions():
+    """The factors of a step are made once: in a CUDA graph, when its first layer attends."""
+    scaling, positions = QueryScaling(0.5, 4), torch.arange(11)
+    expected = 1 + 0.5 * (1 + positions // 4).double().log().view(-1, 1, 1)
+    first, second = torch.ones(11, 2, 3), torch.ones(11, 2, 5)
+    step = object()
+    scaling.scale_(step, positions, first, second)
+    for query in (first, second):
+        torch.testing.assert_close(query.double(), expected.expand(query.shape), atol=1e-6, rtol=0)
+    again, later = torch.ones(11, 1, 1), torch.ones(11, 1, 1)
+    scaling.scale_(step, positions + 100, again)
+    scaling.scale_(object(), positions + 100, later)
+    assert torch.equal(again, first[:, :1, :1]) and (later > 2).all()
+    with pytest.raises(UnsupportedError, match="10 positions for 11 query tokens: use a supported"):
+        scaling.scale_(step, positions[:10], again)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_queries_that_the_model_concatenates_it_has_scaled(split):
+    backend = attention_backend.SglangMLABackend.__new__(attention_backend.SglangMLABackend)
+    backend._query_scaling, backend.forward_metadata = QueryScaling(1.0, 1), object()
+    layer, batch = Attention().attn_mqa, types.SimpleNamespace(positions=torch.tensor([0, 6]))
+    q = torch.ones(2, GEOMETRY.num_heads, GEOMETRY.latent_dim)
+    parts = q.clone().tensor_split([GEOMETRY.kv_lora_rank], dim=-1)
+    given = {"q": parts[0], "q_rope": parts[1]} if split else {"q": q}
+    tokens = NewTokens.of_call(k=None, v=None, layer=layer, forward_batch=batch, **given)
+    for query in backend._scaled(tokens):
+        assert torch.equal(query[0], torch.ones_like(query[0]))
+        assert (query[1] > 2).all() if split else torch.equal(query[1], torch.ones_like(query[1]))
 
 
 # New tokens and prefix of each request. All methods occur, and no method's requests are contiguous.
@@ -477,7 +511,7 @@ def started(page_size=64, device="cpu", absorb_prefixes=False):
     ours._decoder = types.SimpleNamespace(implementation="portable", reason="why", spec=spec)
     ours._chooser = PrefillChooser(Policy(GEOMETRY, default_rates("cpu")), 100, absorb_prefixes)
     ours._layers, ours._appender = {0: None, 1: None}, types.SimpleNamespace(fused={0: None})
-    ours._shard = WHOLE
+    ours._shard, ours._prefill_library = WHOLE, "torch"
     return ours
 
 
@@ -492,7 +526,7 @@ def started(page_size=64, device="cpu", absorb_prefixes=False):
 def test_the_start_is_logged_in_one_line(monkeypatch, caplog, deterministic, absorb_prefixes, absorbed):
     caplog.set_level("INFO")
     monkeypatch.setattr(Settings, "is_deterministic", deterministic)
-    started(absorb_prefixes=absorb_prefixes)._log_start(GEOMETRY, None)
+    started(absorb_prefixes=absorb_prefixes)._log_start(None)
     (line,) = [record.getMessage() for record in caplog.records]
     for item in (
         " (supported) on the CPU; decode kernel: portable (why); cache: fp8_e4m3, 576 bytes per token and "
@@ -510,8 +544,7 @@ def test_pages_of_one_token_on_a_gpu_are_logged(monkeypatch, caplog, page_size, 
     caplog.set_level("INFO")
     monkeypatch.setattr(Settings, "is_deterministic", False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(attention_backend.prefill, "library", lambda *_, **__: "FlashAttention-3")
-    started(page_size, device)._log_start(GEOMETRY, "4 kernels from the cache")
+    started(page_size, device)._log_start("4 kernels from the cache")
     assert ("--page-size 64" in caplog.text) is hint
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 
+import families
 import pytest
 import scenarios
 from conftest import Oracle, make_checkpoint
@@ -39,6 +40,8 @@ def test_tokens_behind_cached_prefixes_and_after_weight_updates(run_engine, orac
     # Calls and tokens in two layers. The first two requests share calls, and the others have one each.
     assert result["counts"]["absorbed_extend"] == [2, 2 * (1 + 5)]
     assert result["counts"]["vanilla_prefill"] == [2 * 3, 2 * (240 + 240 + 40)]
+    totals = {path: tokens for path, (_, tokens) in result["totals"].items() if tokens}
+    assert result["metrics"] == {f"{path} torch float32": tokens for path, tokens in totals.items()}
     for key, seed in (("updated", 1), ("updated_directly", 2), ("updated_from_disk", 3)):
         oracle.replace(scenarios.updated_weights(checkpoint, seed))
         oracle.check(result[key])
@@ -223,3 +226,61 @@ def test_minicpm3(run_engine, tmp_path):
         "1",
     )
     Oracle(tmp_path).check(brief(run_engine, tmp_path))
+
+
+def scaled_queries(run_engine, tmp_path, widths, **settings):
+    """Records of a model of Mistral's, and HuggingFace's model of the same weights."""
+    pytest.importorskip("transformers.models.mistral4", reason="this version of transformers lacks the model")
+    # 48 positions are not scaled: the prompts have up to 220 tokens, of which some are cached.
+    ours, theirs = families.mistral(tmp_path, original_length=48, **widths)
+    return brief(run_engine, ours, **settings), Oracle(theirs)
+
+
+@pytest.mark.newest
+def test_mistral_small_4(run_engine, tmp_path):
+    """Absorbed and regular prefills, cached prefixes, chunks and decode steps scale queries likewise."""
+    records, oracle = scaled_queries(run_engine, tmp_path, families.SMALL_4, chunked_prefill_size=128)
+    assert [record["cached"] > 0 for record in records] == [False, False, True, True]
+    oracle.check(records)
+
+
+@pytest.mark.newest
+def test_mistral_large_3(run_engine, tmp_path):
+    records, oracle = scaled_queries(run_engine, tmp_path, {}, page_size=8)
+    oracle.check(records)
+
+
+@pytest.mark.newest
+def test_mistral_small_4_with_an_fp8_cache(run_engine, tmp_path):
+    records, oracle = scaled_queries(run_engine, tmp_path, families.SMALL_4, kv_cache_dtype="fp8_e4m3")
+    oracle.check_fp8(records)
+
+
+def unrotated(run_engine, tmp_path, **settings):
+    """Records of a model whose keys are not rotated, and HuggingFace's model of the same weights."""
+    name = "transformers.models.kimi_linear"
+    pytest.importorskip(name, reason="this version of transformers lacks the model")
+    ours, theirs = families.kimi_linear(tmp_path)
+    # SGLang keeps states of linear attention beside cached prefixes, which it can do on GPUs only.
+    return brief(run_engine, ours, disable_radix_cache=True, **settings), Oracle(theirs)
+
+
+@pytest.mark.newest
+def test_kimi_linear(run_engine, tmp_path):
+    records, oracle = unrotated(run_engine, tmp_path)
+    oracle.check(records)
+
+
+@pytest.mark.newest
+def test_kimi_linear_with_an_fp8_cache(run_engine, tmp_path):
+    records, oracle = unrotated(run_engine, tmp_path, kv_cache_dtype="fp8_e4m3")
+    oracle.check_fp8(records)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_latents_without_a_rotary_part(run_engine, tmp_path, kv_cache_dtype):
+    ours, theirs = families.without_rotary_part(tmp_path)
+    records = brief(run_engine, ours, kv_cache_dtype=kv_cache_dtype)
+    oracle = Oracle(theirs)
+    (oracle.check if kv_cache_dtype == "auto" else oracle.check_fp8)(records)

@@ -8,6 +8,7 @@ import json
 import shutil
 import unittest
 
+import families
 import pytest
 import sgl_kernel_stub
 import torch
@@ -236,6 +237,43 @@ def test_minicpm3(generate, stock):
     batches, _, counts = generate("minicpm3", page_size=64)
     assert_same_tokens(batches, stock("float16", "minicpm3"))
     assert counts["absorbed_decode"].calls and counts["absorbed_extend"].calls
+
+
+ON_GPU = ("--heads", "16", "--context-length", "16384", "--dtype", "bfloat16")
+
+
+def test_mistral_small_4(generate, stock, tmp_path):
+    """Latents of 256 + 64. No prompt is so long that queries are scaled: there SGLang's backends disagree."""
+    path, _ = families.mistral(tmp_path, 16384, *ON_GPU, **families.SMALL_4)
+    batches, _, counts = generate(path, page_size=64)
+    assert_same_tokens(batches, stock("float16", path))
+    assert all(counts[way].calls for way in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))
+
+
+def test_captured_steps_scale_queries(generate, tmp_path):
+    """By the positions of each replay: as eager steps do, which the CPU's tests compare with HuggingFace."""
+    path, _ = families.mistral(tmp_path, 1024, *ON_GPU, **families.SMALL_4)
+    graphs, eager = generate(path)[0], generate(path, disable_cuda_graph=True)[0]
+    assert_same_tokens(graphs, eager)
+    unscaled, _ = families.mistral(tmp_path, 16384, *ON_GPU, **families.SMALL_4)
+    others = generate(unscaled)[0]
+    assert [s.tokens for s in graphs[-1]] != [s.tokens for s in others[-1]], "the scaling changes nothing"
+
+
+@pytest.mark.parametrize("settings", [{}, dict(kv_cache_dtype="fp8_e4m3")], ids=["16 bits", "e4m3"])
+def test_kimi_linear(generate, stock, tmp_path, settings):
+    """Without its layers of linear attention."""
+    path, _ = families.kimi_linear(tmp_path, *ON_GPU)
+    fp8 = dict(page_size=64, dtype="bfloat16") | settings
+    ours, _, counts = generate(path, **fp8)
+    assert counts["absorbed_decode"].calls and counts["vanilla_prefill"].calls
+    if not settings:
+        return assert_same_tokens(ours, stock("bfloat16", path), "bfloat16")
+    theirs = generate(path, attention_backend="triton", **fp8)[0]
+    for batch in (-2, -1):
+        expected = stock("bfloat16", path)[batch]
+        mean = mean_deviation(ours[batch], expected, f"mla_backend {batch}")
+        assert mean <= 1.1 * mean_deviation(theirs[batch], expected, f"triton {batch}")
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from mla_backend.errors import UnsupportedError
+from mla_backend.errors import InvalidInputError, UnsupportedError
 from mla_backend_sglang import refusals, settings
 from mla_backend_sglang.settings import Settings
 
@@ -28,6 +28,7 @@ def runner(**changes):
 
 
 SCALED = types.SimpleNamespace(hf_text_config=types.SimpleNamespace(llama_4_scaling={"beta": 0.1}))
+SHORT = types.SimpleNamespace(qk_rope_head_dim=0, hf_text_config=types.SimpleNamespace(qk_rope_head_dim=0))
 UNROTATED = types.SimpleNamespace(
     # As of a model that says use_mla_nope.
     qk_rope_head_dim=0,
@@ -107,12 +108,11 @@ def check(monkeypatch):
         ({}, {}, dict(enable_pdmux=True), "--enable-pdmux .* leave it off"),
         ({}, {}, dict(cpu_offload_gb=4), "leave --cpu-offload-gb and --offload-group-size off"),
         ({}, {}, dict(offload_group_size=2), "leave --cpu-offload-gb and --offload-group-size off"),
-        ({}, dict(model_config=SCALED), {}, "llama_4_scaling: choose another --attention-backend"),
         (
             {},
             dict(model_config=UNROTATED),
             {},
-            r"\(qk_rope_head_dim is 0\): choose another --attention-backend",
+            r"64 columns, not rotated \(use_mla_nope\).*choose another --attention-backend, or",
         ),
         ({}, dict(model_config=WITH_SINKS), {}, "attention sinks, .*: choose another --attention-backend"),
         ({}, dict(model_config=UNROTATED, is_draft_worker=True), {}, "another --speculative-draft-attention"),
@@ -199,6 +199,30 @@ def test_chunked_prefixes_are_disabled_by_the_user_only(by_user):
         gate(**{name: values[name] for name in inspect.signature(gate).parameters})
         assert Settings()._group("get_schedule").disable_chunked_prefix_cache
         assert Settings().is_chunked_prefix_disabled is (by_user or not tells_who)
+
+
+def test_latents_without_a_rotary_part_are_supported(check):
+    check({}, dict(model_config=SHORT), {})
+
+
+def test_a_scaling_of_queries_must_be_known(check):
+    with pytest.raises(InvalidInputError, match="must have positive numbers beta and original_max_pos"):
+        check({}, dict(model_config=SCALED), {})
+    SCALED.hf_text_config.llama_4_scaling["original_max_position_embeddings"] = 8192
+    check({}, dict(model_config=SCALED), {})
+
+
+def test_queries_that_sglang_scales_in_its_mha_forward_are_refused(monkeypatch):
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
+
+    refusals.check_unscaled_queries()
+    mixin = forward_mha.DeepseekMHAForwardMixin
+    monkeypatch.setattr(mixin, "forward_normal_prepare", lambda self, positions, llama_4_scaling=None: None)
+    with pytest.raises(UnsupportedError, match="scales queries by their position itself: use a supported"):
+        refusals.check_unscaled_queries()
+    monkeypatch.delattr(mixin, "forward_normal_prepare")
+    with pytest.raises(UnsupportedError, match="it has no .*forward_normal_prepare: use a supported"):
+        refusals.check_unscaled_queries()
 
 
 def test_an_e4m3_cache_is_supported(check):

@@ -690,6 +690,7 @@ def check_kernels(checked):
     model = types.SimpleNamespace(hf_text_config=config, hf_config=config, dtype=torch.bfloat16)
     settings = dict(tp_size=2, enable_dp_attention=False, kv_cache_dtype="auto", page_size=64)
     settings |= dict(enable_deterministic_inference=False, device="cuda")
+    settings |= dict(dsa_decode_backend="fa3", dsa_prefill_backend="fa3")
 
     def check(table_kind=TableKind.TOKEN, refusal="no nvcc", **changes):
         with pytest.raises(UnsupportedError, match=refusal):
@@ -724,12 +725,24 @@ def test_dimensions_and_dtypes_without_a_kernel_are_refused(check_kernels, check
 
 
 @pytest.mark.parametrize(
-    "kv_cache_dtype, cache", [("bfloat16", ""), ("fp8_e4m3", "-rec656")], ids=["16 bits", "records"]
+    "d_rope, sub_backend, kv_cache_dtype, cache",
+    [
+        (64, "fa3", "bfloat16", ""),
+        (64, "fa3", "fp8_e4m3", "-rec656"),
+        (64, "tilelang", "fp8_e4m3", "-e4m3"),
+        (0, "fa3", "bfloat16", ""),
+        (0, "tilelang", "fp8_e4m3", "-e4m3"),
+    ],
 )
-def test_kernels_of_sparse_layers_have_lists_and_records(check_kernels, checked, kv_cache_dtype, cache):
-    """SGLang itself writes the cache, which has records if it is fp8; each token is a request."""
-    check_kernels(TableKind.LIST, kv_cache_dtype=kv_cache_dtype)
-    assert [variant.name for variant in checked[-1]] == [f"hopper_few_rows-bf16{cache}-d512_64-r8-lists"]
+def test_kernels_of_sparse_layers_have_lists(
+    check_kernels, checked, d_rope, sub_backend, kv_cache_dtype, cache
+):
+    """SGLang itself writes the cache, with or without records if it is fp8; each token is a request."""
+    check_kernels.config.qk_rope_head_dim = d_rope
+    given = dict(dsa_decode_backend=sub_backend, dsa_prefill_backend=sub_backend)
+    check_kernels(TableKind.LIST, kv_cache_dtype=kv_cache_dtype, **given)
+    names = [variant.name for variant in checked[-1]]
+    assert names == [f"hopper_few_rows-bf16{cache}-d512_{d_rope}-r8-lists"]
 
 
 @pytest.mark.parametrize("switch, refused", [("1", True), ("0", False)])

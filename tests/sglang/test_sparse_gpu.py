@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_checkpoint
 
-from mla_backend_sglang import sparse
+from mla_backend_sglang.names import DSA_VARIABLE
 from tests.support.greedy import Sequence, mean_deviation
 
 pytestmark = [
@@ -21,6 +21,7 @@ MOST = 0.1
 """Mean deviation in nats, bf16. A difference in rounding may also let the indexer choose another key."""
 
 STOCK = {"dsa_decode_backend": "flashmla_sparse", "dsa_prefill_backend": "flashmla_sparse"}
+TILELANG = {"dsa_decode_backend": "tilelang", "dsa_prefill_backend": "tilelang"}
 OURS = {"dsa_decode_backend": "fa3", "dsa_prefill_backend": "fa3"}
 MTP = {
     "speculative_algorithm": "EAGLE",
@@ -53,7 +54,7 @@ def generate(run_engine, path):
     def run(settings, ours):
         if settings.get("speculative_algorithm"):
             settings = settings | {"speculative_draft_model_path": str(path)}
-        environment = ENVIRONMENT | ({sparse.VARIABLE: "1"} if ours else {})
+        environment = ENVIRONMENT | ({DSA_VARIABLE: "1"} if ours else {})
         result, counts = run_engine("on_gpu", json.dumps(COMMON | settings), model=path, **environment)
         assert bool(counts["sparse"].calls) is ours
         return sequences(result)
@@ -77,8 +78,8 @@ def joined(batches):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"disable_cuda_graph": True, "chunked_prefill_size": 512}, MTP],
-    ids=["graphs", "eager, chunks of 512", "mtp"],
+    [{}, {"disable_cuda_graph": True, "chunked_prefill_size": 512}, MTP, TILELANG],
+    ids=["graphs", "eager, chunks of 512", "mtp", "tilelang"],
 )
 def test_tokens_are_near_those_of_the_stock_backend(generate, stock, settings):
     for ours, theirs in zip(joined(generate(OURS | settings, ours=True)), joined(stock), strict=True):
@@ -99,7 +100,7 @@ def test_records_lose_no_more_than_those_of_sglang(generate, stock, prefill):
 def test_separate_prefill_and_decode_servers(run_pair, stock, path):
     """Of each page, latents and the indexer's keys are transferred."""
     settings = COMMON | OURS | {"device": "cuda"}
-    result, prefill, decode = run_pair(settings, model=path, **ENVIRONMENT, **{sparse.VARIABLE: "1"})
+    result, prefill, decode = run_pair(settings, model=path, **ENVIRONMENT, **{DSA_VARIABLE: "1"})
     assert prefill["sparse"].calls and decode["sparse"].calls
     for ours, theirs in zip(joined(sequences(result)), joined(stock), strict=True):
         assert mean_deviation(ours, theirs, len(ours)) < MOST

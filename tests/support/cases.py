@@ -21,7 +21,7 @@ from tests.support.mla_oracle import (
     normalized,
     poisoned,
     rotary_angles,
-    rotated,
+    rotated_by,
     stored_rows,
     stored_values,
 )
@@ -450,8 +450,9 @@ def check_rotary_append(
 ) -> None:
     """What a kernel makes of new tokens that lie as in an engine, against fp64.
 
-    ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn, and whether latents
-    are to be normalized. ``kv_dtype`` is that of the cache: None means ``dtype``; or "fp8_ds_mla".
+    ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn, whether latents are
+    to be normalized, the dtype of the angles, and whether the new rows are wanted outside the cache, too.
+    ``kv_dtype`` is that of the cache: None means ``dtype``; or "fp8_ds_mla".
     """
     kv_dtype = kv_dtype or dtype
     kv_format = cache_format(kv_dtype)
@@ -469,9 +470,11 @@ def check_rotary_append(
     cache, stored_before = storage[:, :page_size], storage.clone()
     slots = torch.randperm(pages * page_size, device=device)[:tokens]
     slots[1::5] = -1
-    angles = rotary_angles(3000, d_rope).to(device)
+    cos_sin = cos_sin_cache(rotary_angles(3000, d_rope)).to(draw.choice([torch.float32, dtype])).to(device)
     positions = torch.randint(3000, (tokens,), device=device)
     norm_weight = draw.choice([None, torch.randn(d_c, device=device).to(dtype)])
+    kv_c_out, k_rope_out = _outputs(tokens, d_c, d_rope, dtype, device)
+    outputs = draw.choice([{}, {"kv_c_out": kv_c_out, "k_rope_out": k_rope_out}])
     before = q.clone(), latent.clone()
 
     append(
@@ -481,24 +484,29 @@ def check_rotary_append(
         cache,
         slots.to(draw.choice([torch.int32, torch.int64])),
         positions,
-        cos_sin_cache(angles).float(),
+        cos_sin,
         interleaved=interleaved,
         norm_weight=norm_weight,
         norm_eps=None if norm_weight is None else 0.01,
         kv_scale=kv_scale,
+        **outputs,
     )
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
-    expected = rotated(before[0][..., d_nope:], angles[positions], interleaved)
+    expected = rotated_by(before[0][..., d_nope:], cos_sin[positions], interleaved)
     torch.testing.assert_close(q[..., d_nope:].double(), expected, **near)
     assert torch.equal(q[..., :d_nope], before[0][..., :d_nope])
     assert torch.equal(latent, before[1])
+    expected_c = latent[:, :d_c].double()
+    if norm_weight is not None:
+        expected_c = normalized(latent[:, :d_c], norm_weight, 0.01)
+    expected_k = rotated_by(latent[:, d_c:], cos_sin[positions], interleaved)
+    if outputs:
+        torch.testing.assert_close(outputs["kv_c_out"].double(), expected_c, **near)
+        torch.testing.assert_close(outputs["k_rope_out"].double(), expected_k, **near)
+        assert all(output._base[:, output.shape[1] :].isnan().all() for output in outputs.values())
     kept = slots >= 0
     page, row = slots[kept] // page_size, slots[kept] % page_size
-    expected_c = latent[kept, :d_c].double()
-    if norm_weight is not None:
-        expected_c = normalized(latent[kept, :d_c], norm_weight, 0.01)
-    expected_k = rotated(latent[kept, d_c:], angles[positions[kept]], interleaved)
-    expected = torch.cat([expected_c, expected_k], dim=1)
+    expected_c, expected = expected_c[kept], torch.cat([expected_c, expected_k], dim=1)[kept]
     written = bytes_of(cache)[page, row].view(cache.dtype)
     actual, scales = stored_values(written, 1.0 if kv_scale is None else kv_scale.item())
     if kv_format.scale is Scale.GROUP:
@@ -520,6 +528,12 @@ def check_rotary_append(
         assert torch.equal(actual[:, :d_c], exact)
     bytes_of(cache)[page, row] = bytes_of(stored_before)[page, row]
     assert torch.equal(bytes_of(storage), bytes_of(stored_before))
+
+
+def _outputs(tokens: int, d_c: int, d_rope: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Of NaN, for a kernel's results; NaN between their rows, too."""
+    like = {"dtype": dtype, "device": device}
+    return [torch.full((tokens, width + 8), torch.nan, **like)[:, :width] for width in (d_c, d_rope)]
 
 
 def check_appended_extremes(

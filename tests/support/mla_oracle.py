@@ -49,11 +49,16 @@ def cos_sin_cache(angles: Tensor) -> Tensor:
 
 def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Pairs of x [T, ..., d] as complex numbers, turned by angles [T, d / 2]; in fp64."""
-    angles = angles.view(len(x), *[1] * (x.ndim - 2), angles.shape[-1])
+    return rotated_by(x, cos_sin_cache(angles), interleaved)
+
+
+def rotated_by(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """`rotated`, by cosines and sines [T, d], side by side, which may be rounded."""
+    cos, sin = cos_sin.double().view(len(x), *[1] * (x.ndim - 2), cos_sin.shape[-1]).chunk(2, dim=-1)
     half = x.shape[-1] // 2
     order = torch.arange(2 * half).view(half, 2) if interleaved else torch.arange(2 * half).view(2, half).T
     pairs = torch.view_as_complex(x.double()[..., order].contiguous())
-    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
+    turned = torch.view_as_real(pairs * torch.complex(cos, sin))
     return torch.empty_like(x, dtype=torch.float64).index_copy_(
         -1, order.flatten().to(x.device), turned.flatten(-2)
     )

@@ -8,13 +8,14 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
-from mla_backend import MLADecoder, MLAGeometry, Shard
+from mla_backend import MLADecoder, MLAGeometry, RotaryAppend, Shard
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import E4M3, cache_format
 from mla_backend_vllm import impl as impl_module
 from mla_backend_vllm import metadata as metadata_module
 from mla_backend_vllm import prefill_backend
 from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
+from mla_backend_vllm.fused_append import FusedAppend
 from mla_backend_vllm.impl import MLAImpl
 from mla_backend_vllm.metadata import MetadataBuilder, MLACommonMetadataBuilder
 from mla_backend_vllm.prefill_backend import MLAPrefill
@@ -383,6 +384,7 @@ def made(monkeypatch):
     """A function that makes a builder of a layer, and the hooks of the layer. vLLM's part is left out."""
     geometry = MLAGeometry(16, 512, 128, 64, 128, 0.1, 2048)
     impl, hooks = SimpleNamespace(geometry=geometry, kv_format=cache_format(torch.float32)), []
+    vars(impl).update(fused_append=None, why_not_fused="a reason")
     layers = {"layer": SimpleNamespace(impl=impl, register_state_dict_post_hook=hooks.append)}
     prefill = SimpleNamespace(get_name=lambda: "another")
 
@@ -393,7 +395,9 @@ def made(monkeypatch):
     monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", init)
     monkeypatch.setattr(metadata_module, "_with_our_prefill", lambda *_: prefill)
 
-    def make(shard=WHOLE, graph_batch=3, batch_invariant=False, use_ubatching=False):
+    def make(shard=WHOLE, graph_batch=3, batch_invariant=False, use_ubatching=False, append=None):
+        if append is not None:
+            vars(impl).update(fused_append=append, why_not_fused=None)
         monkeypatch.setattr(metadata_module, "shard_of", lambda *_: shard)
         envs = SimpleNamespace(VLLM_BATCH_INVARIANT=batch_invariant)
         monkeypatch.setattr(metadata_module, "envs", envs)
@@ -420,6 +424,19 @@ def test_what_a_builder_makes_its_decoder_for(made):
     assert hooks == [metadata_module.leave_out_absorbed_weights]
     assert builder.chunked_prefill_workspace.dtype is torch.float32
     assert make(graph_batch=8).decoder.spec.max_batch == 8, "graphs pad batches"
+
+
+def test_a_builder_gives_fused_layers_their_launch(made, monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        metadata_module.logger, "info_once", lambda text, *values: lines.append(text % values)
+    )
+    made[0]()
+    append = FusedAppend()
+    made[0](append=append)
+    assert isinstance(append.launch, RotaryAppend) and not append.launch.has_kernel
+    assert "vLLM's kernels append new tokens (a reason)" in lines[0]
+    assert "one launch normalizes, rotates and appends new tokens" in lines[1]
 
 
 def test_a_builder_of_a_shard_has_the_queries_of_all_ranks(made):

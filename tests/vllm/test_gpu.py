@@ -15,14 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from make_checkpoint import make_checkpoint
+from make_checkpoint import TOKENIZER_TEXT, make_checkpoint, make_tokenizer
 from mla_backend import MLADecoder, counters, torch_attention
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import cache_format
+from mla_backend.models import FAMILIES
 from mla_backend_vllm import selection_name
 from tests.support.block_fp8 import block_fp8_checkpoint
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
 from tests.support.modelopt import modelopt_checkpoint
+from tests.support.small_models import know_config, make_small_checkpoint
 from tests.support.vllm_rank_pair import generate_on_ranks
 from tests.support.vllm_workload import (
     BATCHES,
@@ -127,6 +129,27 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
 
 def test_tokens_without_yarn_equal_the_stock_backend(start_engine, dense_path, stock_tokens):
     path, engine = dense_path("deepseek-v2", "--rope", "default"), options(**GRAPHS)
+    stock = stock_tokens(path, engine["dtype"])
+    used = paths_to_the_tokens(start_engine(path, attention_backend=NAME, **engine), stock, engine["dtype"])
+    assert {"absorbed_decode", "vanilla_prefill"} <= used
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2", "Moonlight-16B-A3B", "GLM-4.7-Flash"])
+def test_tokens_of_most_served_families_equal_the_stock_backend(start_engine, tmp_path, stock_tokens, name):
+    """With all their heads, and without routed experts."""
+    (family,) = (family for family in FAMILIES if family.name == name)
+    heads = family.geometry.num_heads
+    path = make_small_checkpoint(
+        family,
+        tmp_path,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        first_k_dense_replace=2,
+        max_position_embeddings=16384,
+    )
+    make_tokenizer(path, TOKENIZER_TEXT)
+    know_config(family.config["model_type"])
+    engine = options(**GRAPHS)
     stock = stock_tokens(path, engine["dtype"])
     used = paths_to_the_tokens(start_engine(path, attention_backend=NAME, **engine), stock, engine["dtype"])
     assert {"absorbed_decode", "vanilla_prefill"} <= used

@@ -13,7 +13,7 @@ struct DecodeConfig {
     bool for_one_m_block;  // see schedule/work.cuh
     bool tma, lists;       // how keys are loaded: see load/loader.cuh
     bool profile;
-    int two_term_blocks;   // see many_rows_fp8_products/kernel.cuh; otherwise 0
+    int two_term_blocks;  // see many_rows_fp8/keys_e4m3_products.cuh; -1: products are exact
 };
 
 constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
@@ -29,10 +29,6 @@ struct KernelConfig {
     static constexpr bool kTma = kConfig.tma, kLists = kConfig.lists;
     static constexpr int kQueryColumnBlocks = column_blocks(kDim), kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
-    static constexpr int kThreads = 384;
-    static constexpr int kQueryReaders = 8;      // warps
-    static constexpr int kQueryReleases = 8;     // of a buffer of queries and output offsets
-    static constexpr bool kLoadsQueries = true;  // by the loading warpgroup, unconverted
 };
 
 }  // namespace mla::hopper

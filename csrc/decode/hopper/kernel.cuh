@@ -36,7 +36,7 @@ constexpr int kRegisters = 504;  // per thread, summed over the warpgroups
 constexpr float kNoRow = 1e30f;
 
 // Named after the threads that synchronize there.
-enum NamedBarrier { kConsumer0 = 1, kConsumer1, kBothConsumers, kScorer };
+enum NamedBarrier { kConsumer0 = 1, kConsumer1, kBothConsumers };
 
 // A thread of a consumer.
 template <typename C>
@@ -205,40 +205,39 @@ __device__ __forceinline__ void init_ring_barriers(RingMemory<C>& rings) {
     }
     for (int i = 0; i < C::kQueryBuffers; ++i) {
         rings.q_full[i].init(LoaderThread<C>::kQueryArrivals);
-        rings.q_empty[i].init(C::kQueryReleases);
+        rings.q_empty[i].init(kConsumerThreads / 32);
     }
 }
 
-// What the loading warpgroup does.
-template <typename C>
-__device__ __forceinline__ void run_as_loader(const DecodeParams& p, const BoxOf<C>& box, RingMemory<C>& rings,
-                                              const CtaPlan& plan) {
-    const LoaderThread<C> loader(p, rings, plan);
-    // Here, because the barriers are initialized meanwhile. By a consumer, it would take registers.
-    if (threadIdx.x == 127) check_plan(p, plan);
-    sync_cta();
-    cluster_arrive();
-    lower_register_limit<C::kLoaderRegisters>();
-    run_loader(loader, box);
-}
-
-// What the consumers do. Each of their threads has kThreadRegisters registers. `init` initializes what else S has.
-template <typename C, typename Consumer, typename Layout, int kKeyReaders, int kThreadRegisters, typename S,
-          typename Init>
-__device__ __forceinline__ void run_as_consumer(const DecodeParams& p, const BoxOf<C>& box, S& smem,
-                                                const CtaPlan& plan, Init init) {
+// The body of a kernel. Its consumers are `Consumer`s, whose outputs have the layout `Layout` (schedule/splits.cuh).
+// `init` initializes what else S has.
+template <typename C, typename Consumer, typename Layout, int kKeyReaders, typename S, typename Init>
+__device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>& box, S& smem, Init init) {
+    static_assert(offsetof(S, rings) == 0);
+    // Loaders and consumers each read the plan, so that neither waits for the other.
+    const CtaPlan& plan = p.plans[planned_cta<C>()];
+    if (threadIdx.x < 128) {
+        const LoaderThread<C> loader(p, smem.rings, plan);
+        // Here, because the barriers are initialized meanwhile. By a consumer, it would take registers.
+        if (threadIdx.x == 127) check_plan(p, plan);
+        sync_cta();
+        cluster_arrive();
+        lower_register_limit<C::kLoaderRegisters>();
+        run_loader(loader, box);
+        return;
+    }
     const int thread = threadIdx.x - 128;
     if (thread == 0) {  // not by a loader: the first warp is busy requesting the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
-        if constexpr (C::kTma && C::Layout::kIsRecord) prefetch_tensor_map(&box.tails);
+        if constexpr (C::kTma && C::Layout::kHasTail) prefetch_tensor_map(&box.tails);
         init_ring_barriers<kKeyReaders>(smem.rings);
-        init_pair_barriers<Layout>(smem.pair, C::kQueryReaders);
+        init_pair_barriers<Layout>(smem.pair);
         init();
         fence_barrier_init();
     }
     sync_cta();
     cluster_arrive();
-    raise_register_limit<kThreadRegisters>();
+    raise_register_limit<(kRegisters - C::kLoaderRegisters) / 2>();
     if (thread < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
     if (thread == 64) smem.rings.cta = planned_cta<C>();
@@ -249,19 +248,6 @@ __device__ __forceinline__ void run_as_consumer(const DecodeParams& p, const Box
     allow_successor();
     ConsumerThread<C> t(p, smem);
     Consumer(t, smem).run();
-}
-
-// The body of a kernel. Its consumers are `Consumer`s, whose outputs have the layout `Layout` (schedule/splits.cuh).
-template <typename C, typename Consumer, typename Layout, int kKeyReaders, typename S, typename Init>
-__device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>& box, S& smem, Init init) {
-    static_assert(offsetof(S, rings) == 0);
-    // Loaders and consumers each read the plan, so that neither waits for the other.
-    const CtaPlan& plan = p.plans[planned_cta<C>()];
-    if (threadIdx.x < 128)
-        run_as_loader<C>(p, box, smem.rings, plan);
-    else
-        run_as_consumer<C, Consumer, Layout, kKeyReaders, (kRegisters - C::kLoaderRegisters) / 2>(p, box, smem, plan,
-                                                                                                 init);
 }
 
 }  // namespace mla::hopper

@@ -49,10 +49,10 @@ struct Received {
     __device__ float4 quad(int i) const { return Layout::loaded(words[i / kWordQuads][threadIdx.x % 128], i); }
 };
 
-// By one thread. `query_readers`: warps that read queries.
+// By one thread.
 template <typename Layout>
-__device__ __forceinline__ void init_pair_barriers(PairMemory& pair, int query_readers) {
-    pair.may_send.init(query_readers);
+__device__ __forceinline__ void init_pair_barriers(PairMemory& pair) {
+    pair.may_send.init(kConsumerThreads / 32);
     for (int i = 0; i < 2; ++i) {
         pair.states_arrived[i].init(1);
         pair.states_arrived[i].arrive_expect(sizeof(Received<Layout>::states));

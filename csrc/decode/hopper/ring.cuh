@@ -57,7 +57,7 @@ __device__ __forceinline__ int offset_buffer(int work_index) {
 // With records, the last segment of a stage holds the tails, [token][kTailBytes], and the others the e4m3 columns.
 template <typename C>
 __device__ constexpr bool has_tails(int segment) {
-    return C::Layout::kIsRecord && segment == C::kRopeSegment;
+    return C::Layout::kHasTail && segment == C::kRopeSegment;
 }
 template <typename C>
 constexpr int kTailGroupBytes = 8 * C::Layout::kTailBytes;

@@ -19,9 +19,10 @@
 
 namespace mla::hopper {
 
-// With fp8 keys, splits are in fp16.
+// With fp8 keys, splits are in fp16, and a quad has neighbouring columns, because values are converted by pairs.
 template <typename C>
-using TransposedQuads = Quads<C::kRows, C::kDimLatent, true, C::Layout::kFp8, C::Layout::kFp8>;
+using TransposedQuads =
+    Quads<C::kRows, C::kDimLatent, true, C::Layout::kElementBytes == 1, C::Layout::kElementBytes == 1>;
 
 template <typename C>
 struct OutputMemory {
@@ -51,6 +52,16 @@ struct TransposedOutput {
     float o[kHeldBlocks][kScores];  // the fragment of O^T
 
     __device__ TransposedOutput(ConsumerThread<C>& t, OutputMemory<C>& memory) : t(t), memory(memory) {}
+
+    // Masks the scores of a stage's tokens without keys.
+    __device__ void mask_unnamed(float (&s)[kScores], int stage) const {
+        uint32_t unnamed = t.rings.unnamed.of(stage, t.warp);
+        if (__builtin_expect(unnamed == 0, 1)) return;
+        unnamed = t.rings.unnamed.tokens_of_half(unnamed) >> t.lane / 4;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+            if (unnamed >> i / 2 % 2 * 8 & 1) s[i] = -INFINITY;
+    }
 
     // Whether consumer 0 has all columns: there is a single tile, and nothing to merge.
     static __device__ bool is_single_tile(const WorkTile& work) {
@@ -132,7 +143,7 @@ struct TransposedOutput {
     // thread stores neighbouring columns of one row.
     template <int kCount, typename QuadOf>
     __device__ void store_blocks(const Offsets& offsets, int j, int block, QuadOf quad_of) const {
-        if constexpr (C::Layout::kFp8) return store_column_pairs<kCount>(offsets, j, block, quad_of);
+        if constexpr (OutputQuads::kNextColumn == 1) return store_column_pairs<kCount>(offsets, j, block, quad_of);
         const int64_t offset = offsets.out[j * 8 + t.lane / 4];
         auto* out = static_cast<Element*>(t.p.out) + offset + block * 64 + t.warp * 16 + t.lane % 4 * 2;
 #pragma unroll
@@ -226,7 +237,7 @@ struct TransposedOutput {
 
     // Gives quads of octet j, by their blocks, as they are written to the output.
     __device__ auto normalized_quads(int j) const {
-        if constexpr (C::Layout::kFp8) {
+        if constexpr (OutputQuads::kFp16) {
             return [this, j](int i) { return quad(i, j); };  // normalized: see `prepare`
         } else {
             const int row = row_of(t.lane, j * 2);

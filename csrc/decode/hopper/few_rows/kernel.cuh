@@ -269,10 +269,13 @@ struct FewRowsConsumer {
         keys.scores(s, ring, q_buffer);
         const int valid = work.token_end - tile_token;
         keys.scores_are_known(kv, valid);
-        mask_unnamed(t, s, ring.stage);
-        if constexpr (!C::kLists) {
-            if (valid < C::kTile) keys.zero_values(kv, valid);
-            if (tile_token + C::kTile > least_limit) mask(s, work, tile_token);
+        const bool past_a_limit = !C::kLists && tile_token + C::kTile > least_limit;  // no limit is past the last key
+        if (past_a_limit || t.rings.unnamed.of(ring.stage, t.warp) != 0) {
+            output.blocks.mask_unnamed(s, ring.stage);
+            if constexpr (!C::kLists) {
+                if (valid < C::kTile) keys.zero_values(kv, valid);
+                mask(s, work, tile_token);
+            }
         }
         softmax(s, weights, first);
         keys.accumulate(output.blocks.o, kv, weights);

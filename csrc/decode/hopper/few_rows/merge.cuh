@@ -44,14 +44,16 @@ struct FewRowsOutput {
         for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) l[i] += __shfl_xor_sync(~0u, l[i], distance);
+        if (t.p.sinks && t.consumer == 0 && t.warp == 0) {
+#pragma unroll
+            for (int i = 0; i < kThreadRows; ++i) count_sink<C>(t.p, work, row_of(t.lane, i), m[i], l[i]);
+        }
         if (t.lane < 4) {
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) {
-                float top = m[i], sum = l[i];
-                if (t.consumer == 0 && t.warp == 0) count_sink<C>(t.p, work, row_of(t.lane, i), top, sum);
                 float* place = &blocks.memory.warp_rows[t.consumer][t.warp][row_of(t.lane, i)];
-                *place = sum;
-                if (t.warp == 0) place[4 * C::kRows] = top;
+                *place = l[i];
+                if (t.warp == 0) place[4 * C::kRows] = m[i];
             }
         }
     }

@@ -1,6 +1,7 @@
 // Copies of keys by threads, with cp.async.
 #pragma once
 #include "loader.cuh"
+#include "ptx/cp_async.cuh"
 
 namespace mla::hopper {
 
@@ -21,6 +22,7 @@ alignas(16) __device__ const unsigned char no_row[1152] = {};
 // (128 bytes). Each instruction copies one line's part of the record, so a lane copies every eighth vector.
 template <typename C>
 __device__ void copy_record(uint32_t stage, uint32_t token, const unsigned char* record, uint64_t policy) {
+    static_assert(C::kBlockBytes == 128);  // as many as a line
     constexpr int kVectors = C::Layout::kTokenBytes / 16, kLines = (kVectors + 7 + 7) / 8;
     const int first = threadIdx.x % 8 - reinterpret_cast<uintptr_t>(record) / 16 % 8;  // in the record's first line
     const unsigned char* from = record + first * 16;

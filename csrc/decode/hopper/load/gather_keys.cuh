@@ -1,6 +1,7 @@
 // Loads keys of small pages and of lists for few_rows, row by row.
 #pragma once
 #include "copy.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/tma.cuh"
 
 namespace mla::hopper {
@@ -18,7 +19,7 @@ struct GatherKeyLoader {
     static constexpr int kWarpColumnBlocks = C::kBarrierSegments * C::kSegmentColumnBlocks;  // that a warp copies
     // Arrivals at each kv_full: every lane, for its copies, of the warp that copies the segments (with records, of all
     // key warps); lane 0 of each of these warps once more, for `unnamed`.
-    static constexpr int kKeyArrivals = (C::Layout::kIsRecord ? kKeyWarps : 1) * 33;
+    static constexpr int kKeyArrivals = (C::Layout::kHasTail ? kKeyWarps : 1) * 33;
     static_assert(C::kRangeCtas == 1 && C::kReleases == 1 && C::kFullBarriers <= kKeyWarps);
 
     // The table's entries for this lane's tokens of a tile, 32 apart. Their loads are in flight while the previous tile
@@ -52,7 +53,7 @@ struct GatherKeyLoader {
     // What stands for a token without a key. With lists, -1: cp.async writes zeros and reads nothing. With records, -1:
     // `load_records` reads `no_row`. Otherwise the offset of `no_row`, from which zeros are copied.
     __device__ int64_t no_key() const {
-        if constexpr (C::kLists || C::Layout::kIsRecord) return -1;
+        if constexpr (C::kLists || C::Layout::kHasTail) return -1;
         return (no_row - static_cast<const unsigned char*>(t.p.cache)) / C::Layout::kElementBytes;
     }
 
@@ -152,7 +153,7 @@ struct GatherKeyLoader {
             offsets[i] = token < work.token_end ? offset_in_cache<C>(t.p, entries[i], token) : kNoToken;
             if (offsets[i] == -1) offsets[i] = no_key();
         }
-        if constexpr (C::Layout::kIsRecord)
+        if constexpr (C::Layout::kHasTail)
             load_records(offsets, tile);
         else
             load_segments(offsets);

@@ -19,11 +19,7 @@
 //     arrive kv_full[stage] --> consumers                  arrive q_full[buffer]              --> consumers
 //     look up the page table for later stages
 #pragma once
-#include "decode/hopper/profile.cuh"
 #include "decode/hopper/ring.cuh"
-#include "ptx/cp_async.cuh"
-#include "ptx/pdl.cuh"
-#include "ptx/registers.cuh"
 #include "schedule/params.cuh"
 
 namespace mla::hopper {

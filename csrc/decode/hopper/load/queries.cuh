@@ -2,6 +2,9 @@
 // tile's outputs go.
 #pragma once
 #include "loader.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/registers.cuh"
 
 namespace mla::hopper {
 
@@ -34,7 +37,7 @@ struct QueryLoader {
         // Not earlier: the first addresses are computed while the predecessor ends.
         wait_for_predecessor();
 #pragma unroll
-        for (int column_block = 0; C::kLoadsQueries && column_block < C::kQueryColumnBlocks; ++column_block) {
+        for (int column_block = 0; column_block < C::kQueryColumnBlocks; ++column_block) {
             const int column = column_block * 64;
             const bool latent = column < C::kDimLatent;
             const auto* source = latent ? q_nope + nope + column : q_rope + rope + (column - C::kDimLatent);

@@ -2,8 +2,11 @@
 #pragma once
 #include <cuda.h>
 
+#include "decode/hopper/profile.cuh"
 #include "loader.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
 namespace mla::hopper {
@@ -13,13 +16,15 @@ namespace mla::hopper {
 struct KeyBox {
     CUtensorMap map;
     int groups;  // a power of two
+    // Of 32 groups in a row, a bit for the first one of each box; and a bit for each group of one box.
+    uint32_t first_groups, all_groups;
 };
 // For records, `map` covers the e4m3 columns and `tails` the bytes after them, in boxes of equally many tokens.
 struct RecordBox : KeyBox {
     CUtensorMap tails;
 };
 template <typename C>
-using BoxOf = std::conditional_t<C::kTma && C::Layout::kIsRecord, RecordBox, KeyBox>;
+using BoxOf = std::conditional_t<C::kTma && C::Layout::kHasTail, RecordBox, KeyBox>;
 
 // Groups of the largest box that divides both stages and pages evenly.
 template <typename C>
@@ -51,6 +56,7 @@ struct TmaKeyLoader {
     const uint64_t policy = cache_policy(t.range.same_m_block);
     const bool issues = elect_one();
     const int cluster_cta = blockIdx.x % C::kRangeCtas;
+    uint32_t unnamed;  // groups of the window
     Profiler<C::kProfile> profiler;
 
     __device__ TmaKeyLoader(const LoaderThread<C>& t, const BoxOf<C>& box)
@@ -63,27 +69,23 @@ struct TmaKeyLoader {
     }
 
     __device__ int page_of(int page) const { return static_cast<uint32_t>(page) < t.p.num_pages ? page : kNoPage; }
-    // Which groups of a tile have no page. The tile is number `window_stage` of the window.
-    __device__ uint32_t unnamed_groups(const CachePlace& place, int window_stage) const {
-        constexpr uint32_t kAll = (1 << kGroups) - 1;
-        uint32_t unnamed = __ballot_sync(~0u, place.page == kNoPage) >> window_stage * kGroups & kAll;
-        if (unnamed != 0) {  // a box lies where its first group does
-            const uint32_t of_box = (1 << box.groups) - 1, first = kAll / of_box;  // bits of one box; the first of each
-            unnamed |= (unnamed & first) * of_box;
-        }
-        return unnamed;
+    // Which groups of the window have no page, a bit for each; a box lies where its first group does. Groups past the
+    // last key may be among them. No branch: at the start of a launch, each would be fetched from memory.
+    __device__ uint32_t unnamed_groups(const CachePlace& place) const {
+        const uint32_t groups = __ballot_sync(~0u, place.page == kNoPage);
+        return groups | (groups & box.first_groups) * box.all_groups;
     }
 
     // Of a segment without tails.
     static __device__ int column_blocks_of(int segment) {
-        if constexpr (C::Layout::kIsRecord) return C::kSegmentColumnBlocks;
+        if constexpr (C::Layout::kHasTail) return C::kSegmentColumnBlocks;
         return min(C::kSegmentColumnBlocks, C::kKeyColumnBlocks - segment * C::kSegmentColumnBlocks);
     }
     static __device__ int group_bytes_of(int segment) {
         return has_tails<C>(segment) ? kTailGroupBytes<C> : column_blocks_of(segment) * 8 * C::kBlockBytes;
     }
     __device__ const CUtensorMap* map_of(int segment) const {
-        if constexpr (C::Layout::kIsRecord)
+        if constexpr (C::Layout::kHasTail)
             if (has_tails<C>(segment)) return &box.tails;
         return &box.map;
     }
@@ -151,11 +153,11 @@ struct TmaKeyLoader {
     template <int kOdd, int kBegin, int kEnd>
     __device__ void load_segments(int groups, const CachePlace& place, int window_stage, CachePlace first) {
         Barrier* full = t.rings.kv_full[keys.ring.stage];
-        const uint32_t unnamed = kBegin == 0 ? unnamed_groups(place, window_stage) : 0;
         keys.wait_for_release(C::release_of(C::segment_in_turn(kOdd, kBegin)));
         if (lane < kEnd - kBegin) {
             const int segment = C::segment_in_turn(kOdd, kBegin + lane);
-            if (kBegin == 0 && lane == 0) t.rings.unnamed.words[keys.ring.stage][0] = unnamed;
+            if (kBegin == 0 && lane == 0)
+                t.rings.unnamed.words[keys.ring.stage][0] = unnamed >> window_stage * kGroups & ((1 << kGroups) - 1);
             full[segment].arrive_expect(groups * group_bytes_of(segment));
         }
         __syncwarp();
@@ -195,9 +197,10 @@ struct TmaKeyLoader {
     __device__ void run() {
         CachePlace place, next_place;  // of this window and of the next one
         t.p.table.page_size.split(t.planned_slot, next_place.page, next_place.row);
-        if (lane * 8 < keys.first_keys()) next_place.page = t.planned_slot < 0 ? kNoPage : page_of(next_place.page);
+        next_place.page = page_of(next_place.page);  // slot -1 lies past all pages
         bool loaded = keys.first_keys() > 0;  // whether the current tile is already loaded, as the first of all is
         prefetch_first_keys(next_place);
+        unnamed = unnamed_groups(next_place);
         wait_for_predecessor();
         if constexpr (C::kRangeCtas == 2) cluster_wait();  // the partner's barriers are initialized
         if (loaded) load(0, min(keys.first_keys(), C::kTile), next_place, 0);
@@ -221,6 +224,7 @@ struct TmaKeyLoader {
                 if (window_stage == kWindowStages) {
                     window_stage = 0;
                     place = next_place;
+                    unnamed = unnamed_groups(place);
                     profiler.mark(Event::kTableRead);
                 }
                 const int tile = (token - work.token_begin) / C::kTile;

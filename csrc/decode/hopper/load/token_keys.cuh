@@ -15,6 +15,7 @@
 // Queries are copied between work tiles, without conversion.
 #pragma once
 #include "copy.cuh"
+#include "decode/hopper/profile.cuh"
 #include "queries.cuh"
 
 namespace mla::hopper {
@@ -33,7 +34,6 @@ struct TokenKeyLoader {
     static constexpr int kWarpTokens = C::kTile / 4;  // of a tile
     static constexpr int kAtOnce = 32 / kLanes;       // tokens that a warp copies with one instruction
     static constexpr int kTokens = kWarpTokens / kAtOnce;
-    static constexpr int kQueryRows = 128 / 8;                                            // that are copied at once
     static constexpr int kRopeVectors = C::kDimRope * C::Layout::kRopeElementBytes / 16;  // of a token
     static constexpr int kRopeSegment = C::kRopeSegment;
     static_assert(C::kTile == 64 && C::kSegmentColumnBlocks == 1 && C::kRangeCtas == 1);
@@ -96,7 +96,7 @@ struct TokenKeyLoader {
         const QueryLoader<C> queries(t);
         auto& offsets = t.rings.offsets[offset_buffer(work_index)];
 #pragma unroll 1
-        for (int r = queries.thread / 8; r < C::kRows; r += kQueryRows)
+        for (int r = queries.thread / 8; r < C::kRows; r += queries.kRowsAtOnce)
             queries.load_row(work, r, smem_address(t.rings.q[0]), offsets);
         if (work_index == 0 && queries.thread == 0) t.rings.flag = read_flag(t.p, planned_cta<C>());
         t.rings.q_full[0].arrive();  // for the flag and the offsets
@@ -171,7 +171,7 @@ struct TokenKeyLoader {
             find_rows(tile_token + C::kTile);
 #pragma unroll 1
             for (int tile = 0; tile_token < token_end; ++tile, tile_token += C::kTile) {
-                if constexpr (C::Layout::kIsRecord)
+                if constexpr (C::Layout::kHasTail)
                     load_records();
                 else
                     load(tile);

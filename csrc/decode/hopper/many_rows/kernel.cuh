@@ -93,7 +93,8 @@ struct ManyRowsConfig : KernelConfig<Element, kConfig> {
         return i <= kHalf ? kHalf + i : i - kHalf - 1;
     }
 
-    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block && !Layout::kFp8);
+    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block);
+    static_assert(Layout::kElementBytes == 2 && !Layout::kHasTail);
     static_assert((kConfig.dim_latent + kConfig.dim_rope) % 32 == 0);
     static_assert(kConfig.dim_latent % 256 == 0 && kConfig.dim_rope <= 64);
 };
@@ -207,6 +208,8 @@ struct ManyRowsConsumer {
         t.profiler.mark(Event::kScores);
         if constexpr (C::kHasRope)
             t.sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
+        else
+            __syncwarp();  // all lanes know which tokens have no keys: lane 0 will release the tile for them
     }
 
     // By a warp that has read segments of a tile for the last time.
@@ -275,7 +278,7 @@ struct ManyRowsConsumer {
     // Computes P of this consumer's own tile and shares it with the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
                             int tile_token, int least_limit, uint32_t tile, Unnamed unnamed) {
-        if (unnamed) mask_unnamed(s, t.rings.unnamed.tokens(unnamed));
+        if (__builtin_expect(unnamed != 0, 0)) mask_unnamed(s, t.rings.unnamed.tokens(unnamed));
         if constexpr (!C::kLists) mask(s, work, tile_token, least_limit);
         const bool refreshed = refresh_maximum(s, factor);
         const float base[2] = {finite(output.m[0]), finite(output.m[1])};

@@ -4,6 +4,8 @@
 //   S^T[tokens x 64] = K[tokens x d] * Q^T        A = K, B = Q^T: keys_e4m3.cuh or keys_records.cuh
 //   O^T[d_c x 64]   += V^T[d_c x tokens] * P^T    A = V^T, B = P^T, in fp16: values.cuh
 //
+// If asked for, both products are in e4m3 instead, and less exact: keys_e4m3_products.cuh.
+//
 // grid, block, loading, pairs   as in few_rows/kernel.cuh
 //   consumers  The consumers own alternate tiles (64 tokens): a tile's owner computes its scores and softmax. Both
 //              consumers multiply the values of every tile, each for its half of the d_c columns, so nothing has to be
@@ -30,12 +32,14 @@
 //   kv       kStages tiles, as in few_rows/kernel.cuh
 //   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
 //            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
-//   weights  two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
+//   weights  two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8 in fp16, or [8][kTile / 16] of
+//            8 x 16 in e4m3, K-major, not swizzled
 //   maxima   per row, the maximum that P^T is relative to and the scale of its scores: in use, and previous
 //
 // softmax  As in few_rows/kernel.cuh, the maximum may be stale by up to 8 (in log2). Both consumers use the same one:
 //          an owner begins with that of the previous tile. If the owner refreshes it, each consumer rescales its O^T
-//          before it adds the tile's values.
+//          before it adds the tile's values. With products in e4m3, the maximum is less stale, and may fall as in
+//          few_rows.
 //
 // invariants
 //   * tiles are computed in order, and consumer 0 owns the first tile of each work tile, so the order of sums does not
@@ -67,9 +71,12 @@ struct ManyRowsFp8Config
     static constexpr int kLoaderRegisters = 40;              // consumers get the rest of kRegisters: 232
     static constexpr int kBlocks = kConfig.dim_latent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false, kCombinesTwo = true;
-    static constexpr int kWeightBytes = kTransposedTile * kConfig.rows * 2;  // of P^T of a tile
+    static constexpr int kTwoTermBlocks = kConfig.two_term_blocks;
+    static constexpr bool kFp8Products = kTwoTermBlocks >= 0;
+    static constexpr int kWeightBytes = kTransposedTile * kConfig.rows * (kFp8Products ? 1 : 2);  // of P^T of a tile
 
-    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block && Layout::kFp8);
+    static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block);
+    static_assert(Layout::kElementBytes == 1);
     static_assert((kConfig.dim_latent + kConfig.dim_rope) % 32 == 0 && kConfig.dim_latent % 256 == 0);
 };
 
@@ -105,6 +112,8 @@ struct SoftmaxMemory {
     bool refreshed[4];                // of the last four tiles: whether P^T has new maxima
     alignas(8) int hidden[C::kRows];  // how many of the work tile's last keys a row does not see
     float largest_units[2][4];        // per consumer and warp
+    // Where maxima may fall: twice how often they have in this work tile, plus 1 if they shall with the next tile.
+    int falls;
 };
 
 template <typename C, typename Keys>
@@ -132,7 +141,8 @@ struct ManyRowsFp8Consumer {
     using Scores = float[kScores];
     using Sums = float[kThreadRows];          // of P^T, over this thread's tokens
     static constexpr float kNoKeys = -1e30f;  // the maximum of no scores: any score exceeds it
-    static constexpr float kLargestWeight = 1 << static_cast<int>(kStaleBound);
+    using Weights = typename Keys::Weights;
+    static constexpr float kExists = 1e29f;  // maxima of keys are less
 
     ConsumerThread<C>& t;
     ManyRowsFp8Memory<C, Keys>& smem;
@@ -203,8 +213,9 @@ struct ManyRowsFp8Consumer {
         return t.rings.offsets[offset_buffer(smem.progress.work_index)].out[row] < 0 ? kNoRow : kNoKeys;
     }
 
-    // Refreshes the maxima with this tile's scores, and rescales O and l to them. `first`: of a work tile.
-    __device__ void refresh_maxima(const Scores& s, bool first) {
+    // Refreshes the maxima with this tile's scores, and rescales O and l to them. `first`: of a work tile. `fall`: those
+    // in use are lowered first.
+    __device__ void refresh_maxima(const Scores& s, bool first, bool fall) {
         ++refreshes;
         Maxima<C>& before = maxima_before();
         Maxima<C>& after = maxima();
@@ -219,12 +230,20 @@ struct ManyRowsFp8Consumer {
             if (t.lane == 0) smem.softmax.largest_units[t.consumer][t.warp] = largest;
         }
         t.sync_consumer();  // every warp's maxima are written
+        bool far = false;   // a warp's scores of some row are far below the maximum
         if (t.thread < C::kRows) {
             const float most = fmaxf(fmaxf(of_warps[0][t.thread], of_warps[1][t.thread]),
                                      fmaxf(of_warps[2][t.thread], of_warps[3][t.thread]));
             const float scale = smem.products.score_scales[t.thread];
             after.scale(t.thread) = scale;
-            after.top(t.thread) = fmaxf(most * scale, first ? least_maximum(t.thread) : before.top(t.thread));
+            const float older = first ? least_maximum(t.thread) : before.top(t.thread) - (fall ? Weights::kFall : 0.f);
+            const float now = fmaxf(most * scale - Weights::kHeadroom, older);
+            after.top(t.thread) = now;
+            if constexpr (Weights::kFalls) {
+                const float least = fminf(fminf(of_warps[0][t.thread], of_warps[1][t.thread]),
+                                          fminf(of_warps[2][t.thread], of_warps[3][t.thread]));
+                far = fabsf(now) < kExists && least * scale < now + (Weights::kHeadroom - Weights::kFar);
+            }
         }
         if constexpr (Keys::kHasUnits) {
             if (t.thread == 0) {
@@ -235,18 +254,24 @@ struct ManyRowsFp8Consumer {
                                       : reference_above(largest, Keys::kLeastExponent);
             }
         }
-        t.sync_consumer();
+        if constexpr (Weights::kFalls) {
+            far = t.any_in_consumer(far);
+            if (t.thread == 0) {
+                const int falls = first ? 0 : smem.softmax.falls + fall;
+                smem.softmax.falls = falls + (far && falls < 2 * Weights::kMostFalls);
+            }
+        } else {
+            t.sync_consumer();
+        }
         if (!first) rescale();
     }
 
-    // Writes P^T = exp2(S^T - tops) to shared memory, as 8 x 8 core matrices [row][token], and sums it over the
-    // thread's tokens. True if a weight is too large for these maxima.
+    // Writes P^T = exp2(S^T - tops) to shared memory, as core matrices [row][token], and sums it over the thread's
+    // tokens. True if a weight is too large for these maxima.
     __device__ bool store_probabilities(const Scores& s, unsigned char* target, Sums& sums) {
         const Maxima<C>& maxima = this->maxima();
-        constexpr int kAtOnce = 4;                       // octets: what they need is loaded together
-        constexpr int kOctetBytes = C::kTile / 8 * 128;  // of P^T
-        const uint32_t address =
-            smem_address(target) + t.lane / 16 * kOctetBytes + (t.warp * 2 + t.lane / 8 % 2) * 128 + t.lane % 8 * 16;
+        constexpr int kAtOnce = 4;  // octets: what they need is loaded together
+        const uint32_t address = smem_address(target) + Weights::place(t);
         bool exceeds = false;
         float units[2] = {1.f, 1.f};  // of P^T of the two tokens
         if constexpr (Keys::kHasUnits) {
@@ -262,7 +287,7 @@ struct ManyRowsFp8Consumer {
             typename Maxima<C>::RowPair pairs[kAtOnce];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) pairs[j] = maxima.pair_of(row_of(t.lane, (first + j) * 2));
-            uint32_t weights[kAtOnce][2];
+            typename Weights::Octet weights[kAtOnce];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
                 const auto [top, scale] = pairs[j];
@@ -272,15 +297,10 @@ struct ManyRowsFp8Consumer {
                     e[i] =
                         exp2_approx(fmaf(s[(first + j) * 4 + i], i % 2 ? scale.y : scale.x, i % 2 ? -top.y : -top.x));
                 float* sum = sums + (first + j) * 2;
-                sum[0] = e[0] + e[2], sum[1] = e[1] + e[3];
-                exceeds |= fmaxf(sum[0], sum[1]) > kLargestWeight;
-                weights[j][0] = pack<__half>(e[0] * units[0], e[1] * units[0]);
-                weights[j][1] = pack<__half>(e[2] * units[1], e[3] * units[1]);
+                weights[j] = Weights::of(e, units, sum[0], sum[1]);
+                exceeds |= fmaxf(sum[0], sum[1]) > Weights::kLargest;
             }
-#pragma unroll
-            for (int j = 0; j < kAtOnce; j += 2)
-                store_matrices_transposed(address + (first + j) * kOctetBytes, weights[j][0], weights[j][1],
-                                          weights[j + 1][0], weights[j + 1][1]);
+            Weights::store(address + first * Weights::kOctetBytes, weights);
         }
         return exceeds;
     }
@@ -289,10 +309,12 @@ struct ManyRowsFp8Consumer {
     // before, since this one has taken P^T of the tile in between. `first`: of a work tile.
     __device__ void softmax(const Scores& s, uint32_t tile, bool first) {
         Sums sums;
-        bool refresh = first;
+        bool fall = false;
+        if constexpr (Weights::kFalls) fall = !first && smem.softmax.falls % 2;
+        bool refresh = first || fall;
         for (;; refresh = true) {
             if (refresh)
-                refresh_maxima(s, first);
+                refresh_maxima(s, first, fall);
             else
                 t.sync_consumer();  // all warps have multiplied by P^T of the tile two before, as in `refresh_maxima`
             if (t.thread == 0) smem.softmax.refreshed[tile % 4] = refresh;
@@ -322,7 +344,7 @@ struct ManyRowsFp8Consumer {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] *= keys.unit(i / 2 % 2);
         }
-        mask_unnamed(t, s, keys.values.stage_of(tile));
+        output.blocks.mask_unnamed(s, keys.values.stage_of(tile));
         if (!C::kLists && remaining - C::kTile < smem.softmax.hidden[0]) {
             const int at_token = keys.values.remaining_at_token(remaining);
 #pragma unroll
@@ -347,16 +369,16 @@ struct ManyRowsFp8Consumer {
             if (remaining > 0) {
                 keys.scores(s, own, remaining);
                 if (remaining <= 2 * C::kTile) t.release_queries(0);  // these were its last scores
-                if (!C::kLists && remaining < C::kTile) zero_values_e4m3<C>(t.warp, t.lane, keys.values.keys_of(own), remaining);
+                if (!C::kLists && remaining < C::kTile) keys.values.zero_values(own, remaining);
                 mask_scores(s, own, remaining);
             }
             if (own != smem.progress.first_tile) {
                 take_probabilities(own - 1);
-                keys.accumulate(output.blocks.o, own - 1);
+                keys.template accumulate<false>(output.blocks.o, own - 1);
             }
             if (remaining <= 0) break;
             softmax(s, own, own == smem.progress.first_tile);
-            keys.accumulate(output.blocks.o, own);
+            keys.template accumulate<true>(output.blocks.o, own);
         }
     }
 

@@ -17,6 +17,7 @@ struct ManyRowsFp8KeysE4m3 {
     using Element = typename C::Element;
     using Scores = typename Values::Scores;
     using Blocks = typename Values::Blocks;
+    using Weights = ExactWeights<C>;
     struct Memory {};
     static constexpr int kScores = Values::kScores;
     static constexpr bool kHasUnits = false;
@@ -81,6 +82,7 @@ struct ManyRowsFp8KeysE4m3 {
     }
 
     // O^T += V^T P^T over a tile, and releases it.
+    template <bool kOwn>
     __device__ void accumulate(Blocks& o, uint32_t tile) {
         values.multiply_values(o, tile, [](auto&, int) {});
     }

@@ -82,6 +82,7 @@ struct ManyRowsFp8KeysRecords {
     using Scores = typename Values::Scores;
     using Blocks = typename Values::Blocks;
     using Fragments = typename Values::Fragments;
+    using Weights = ExactWeights<C>;
     struct Memory {
         // [tile % 4][group][lane % 4][8 octets][2 tokens], in fp16. ThreadSanitizer does not see that a __half is
         // stored.
@@ -170,6 +171,7 @@ struct ManyRowsFp8KeysRecords {
     }
 
     // O^T += V^T P^T over a tile, and releases it.
+    template <bool kOwn>
     __device__ void accumulate(Blocks& o, uint32_t tile) {
         uint32_t ratios[2][4];
         values.multiply_values(o, tile, [&](Fragments& fragments, int block) {

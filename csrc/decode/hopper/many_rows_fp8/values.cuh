@@ -29,6 +29,38 @@ struct ProductMemory {
     alignas(8) float score_scales[C::kRows];                  // what brings a product to log2, for each query row
 };
 
+// P^T of exact products: in fp16, relative to a maximum that may be stale.
+template <typename C>
+struct ExactWeights {
+    // How far below a row's maximum, in log2, the number is that P is relative to when the maximum is refreshed, and the
+    // largest sum of two weights until then.
+    static constexpr float kHeadroom = 0.f, kLargest = 1 << static_cast<int>(kStaleBound);
+    // Whether the maximum may fall, and by how much.
+    static constexpr bool kFalls = false;
+    static constexpr float kFall = 0.f;
+    static constexpr int kOctetBytes = C::kTile / 8 * 128;  // of P^T of 8 rows
+    struct Octet {
+        uint32_t tokens[2];
+    };
+
+    // Where a thread stores.
+    static __device__ uint32_t place(const ConsumerThread<C>& t) {
+        return t.lane / 16 * kOctetBytes + (t.warp * 2 + t.lane / 8 % 2) * 128 + t.lane % 8 * 16;
+    }
+    // A thread's weights of two rows and two tokens, times a factor for each token, and their sums over the tokens.
+    static __device__ Octet of(const float (&e)[4], const float (&factors)[2], float& first, float& second) {
+        first = e[0] + e[2], second = e[1] + e[3];
+        return {pack<__half>(e[0] * factors[0], e[1] * factors[0]), pack<__half>(e[2] * factors[1], e[3] * factors[1])};
+    }
+    // Stores four octets.
+    static __device__ void store(uint32_t address, const Octet (&octets)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)
+            store_matrices_transposed(address + j * kOctetBytes, octets[j].tokens[0], octets[j].tokens[1],
+                                      octets[j + 1].tokens[0], octets[j + 1].tokens[1]);
+    }
+};
+
 template <typename C>
 struct ManyRowsFp8Values {
     using Element = typename C::Element;
@@ -37,6 +69,7 @@ struct ManyRowsFp8Values {
     using Scores = float[kScores];
     using Fragments = uint32_t[4][4];  // of four products
     static constexpr int kLatentBlocks = C::kDimLatent / 64;
+    static constexpr int kBlockVectors = C::kBlockBytes / 16;
     template <typename T>
     using Product = WgmmaFromRegisters<C::kRows, T, Major::kK>;
 
@@ -53,6 +86,20 @@ struct ManyRowsFp8Values {
     // `remaining`: keys of the work tile from the start of a tile on. Returns the same, counted from this thread's
     // first token of the tile.
     __device__ int remaining_at_token(int remaining) const { return remaining - t.warp * 16 - t.lane / 4; }
+
+    // Zeroes the values of this warp's tokens of a tile from `valid` on: what was not loaded may be NaN. Scores of
+    // these tokens, which another warp may still compute, are masked. The fence after the softmax also orders this
+    // before the next copy to the stage.
+    __device__ void zero_values(uint32_t tile, int valid) const {
+        __syncwarp();
+#pragma unroll 1
+        for (int token = max(valid, t.warp * 16); token < (t.warp + 1) * 16; ++token)
+#pragma unroll 1
+            for (int vector = pinned(t.lane); vector < kLatentBlocks * 4; vector += 32)
+                *reinterpret_cast<uint4*>(
+                    keys_of(tile) + token / 8 * C::kTokenGroupBytes + vector / kBlockVectors * C::kSegmentBytes +
+                    vector_offset<C::kBlockBytes>(token % 8, vector % kBlockVectors)) = make_uint4(0, 0, 0, 0);
+    }
 
     // Loads a thread's share of a query row, which is then converted in place: the 16 B at `from` in every column
     // block. 8 neighbouring threads share a row. Returns the factor that brings the row's largest magnitude into
@@ -108,7 +155,6 @@ struct ManyRowsFp8Values {
         t.profiler.mark(Event::kValues);
     }
 
-  private:
     // Loads what a lane needs of this consumer's `block`-th m64 block: for each 32 tokens, four matrices of 8 x 8 pairs
     // of columns.
     __device__ void load_values(uint32_t (&words)[2][4], uint32_t tile, int block) const {

@@ -35,34 +35,23 @@ inline void load_matrices_transposed(uint32_t (&d)[2], uint32_t row) {
     for (int i = 0; i < 2; ++i) d[i] = fragment_of(rows, i, true);
 }
 
-// D[16 x 8] += A[16 x K] * B[K x 8], K = 8 * kHalves.
-template <typename Element, int kHalves>
-void multiply(float (&d)[4], const uint32_t (&a)[2 * kHalves], const uint32_t (&b)[kHalves]) {
+// D[16 x 8] += A[16 x 16] * B[16 x 8].
+template <typename Element>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     const int lane = emulation::lane();
-    uint4 own_a = {}, own_b = {};
-    std::memcpy(&own_a, a, sizeof(a));
-    std::memcpy(&own_b, b, sizeof(b));
     Element all_a[32][8], all_b[32][4];
-    const auto values_a = emulation::exchange(own_a);
+    const auto values_a = emulation::exchange(a);
     std::memcpy(all_a, values_a, sizeof(all_a));
-    const auto values_b = emulation::exchange(own_b);
+    const auto values_b = emulation::exchange(make_uint2(b0, b1));
     for (int i = 0; i < 32; ++i) std::memcpy(all_b[i], values_b[i], sizeof(all_b[i]));
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 8 * kHalves; ++k) {
+        for (int k = 0; k < 16; ++k) {
             const Element of_a = all_a[row * 4 + k % 8 / 2][(k / 8 * 2 + i / 2) * 2 + k % 2];
             const Element of_b = all_b[column * 4 + k % 8 / 2][k / 8 * 2 + k % 2];
             d[i] += static_cast<float>(of_a) * static_cast<float>(of_b);
         }
     }
-}
-template <typename Element>
-void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    multiply<Element, 2>(d, a, {b0, b1});
-}
-template <typename Element>
-void mma(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
-    multiply<Element, 1>(d, a, {b});
 }
 
 template <typename... Values>

@@ -1,0 +1,96 @@
+"""How to start each engine with a model, for `mla-backend doctor MODEL`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from mla_backend.cache_format import E4M3
+from mla_backend.engines import SGLANG, VLLM
+
+if TYPE_CHECKING:
+    from mla_backend.checkpoint import Checkpoint
+    from mla_backend.cli.model_report import Target
+
+_GIB = 1 << 30
+_FIRST_WITH_NAMES = Version("0.32")  # older versions of vLLM have one name for all plugins' backends
+
+
+def why_weights_do_not_fit(checkpoint: Checkpoint, target: Target) -> str | None:
+    """Why the weights do not fit into a GPU's memory, or None if they do or their size is not known."""
+    if target.memory is None or checkpoint.weight_bytes is None:
+        return None
+    weights = checkpoint.weight_bytes / target.tensor_parallel_size
+    if weights < target.memory:
+        return None
+    least = checkpoint.weight_bytes / target.memory
+    gpus = next((n for n in (2, 4, 8, 16, 32, 64) if n > least), None)
+    remedy = f"--tensor-parallel-size {gpus} or more" if gpus else "more GPUs"
+    memory = f"{target.memory / _GIB:.0f} GiB of a GPU's memory"
+    return f"{weights / _GIB:.0f} GiB of weights do not fit into {memory}: use {remedy}"
+
+
+def start_lines(model: str, checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, str]]:
+    """(engine or option, command line) of those that serve the model; the user named it ``model``."""
+    yield "vLLM", shlex.join(["vllm", "serve", model, *_vllm_options(checkpoint, target)])
+    if _sglang_serves(checkpoint):
+        command = ["python", "-m", "sglang.launch_server", "--model-path", model]
+        switch = "MLA_BACKEND_DSA=1 " if checkpoint.is_sparse else ""
+        yield "SGLang", switch + shlex.join([*command, *_sglang_options(checkpoint, target)])
+    yield from _further_options(checkpoint, target)
+
+
+def _vllm_options(checkpoint: Checkpoint, target: Target) -> Iterable[str]:
+    yield from ("--attention-backend", _name_in_vllm())
+    if checkpoint.model_type == "minicpm3":
+        yield from ("--model-impl", "transformers")
+    yield from _sizes(target, "--tensor-parallel-size", "--decode-context-parallel-size")
+    if target.page_size != 64:
+        yield from ("--block-size", str(target.page_size))
+
+
+def _name_in_vllm() -> str:
+    """The backend's name in the vLLM that is installed here, or in the newest."""
+    installed = [Version(version) for _, version in VLLM.installed()]
+    return "CUSTOM" if installed and installed[0] < _FIRST_WITH_NAMES else "MLA_BACKEND"
+
+
+def _sglang_options(checkpoint: Checkpoint, target: Target) -> Iterable[str]:
+    if checkpoint.is_sparse:
+        yield from ("--dsa-decode-backend", "fa3")
+    else:
+        yield from ("--attention-backend", "mla_backend", "--page-size", str(target.page_size))
+    yield from _sizes(target, "--tp-size", "--dcp-size")
+
+
+def _sizes(target: Target, tensor: str, context: str) -> Iterable[str]:
+    for option, size in (
+        (tensor, target.tensor_parallel_size),
+        (context, target.decode_context_parallel_size),
+    ):
+        if size > 1:
+            yield from (option, str(size))
+
+
+def _sglang_serves(checkpoint: Checkpoint) -> bool:
+    return checkpoint.geometry.qk_rope_head_dim > 0 and not checkpoint.scales_queries
+
+
+def _further_options(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, str]]:
+    """Options that many users add: an fp8 cache, and drafts."""
+    if checkpoint.kv_format is not E4M3:
+        yield "fp8 cache", "add --kv-cache-dtype fp8_e4m3"
+    if not checkpoint.num_mtp_layers:
+        return
+    drafts = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": _name_in_vllm()}
+    yield "MTP in vLLM", f"add --speculative-config '{json.dumps(drafts)}'"
+    if _sglang_serves(checkpoint) and target.decode_context_parallel_size == 1:
+        yield (
+            f"MTP in {SGLANG.name}",
+            "add --speculative-algorithm EAGLE --speculative-num-steps 1 --speculative-eagle-topk 1 "
+            "--speculative-num-draft-tokens 2",
+        )

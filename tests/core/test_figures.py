@@ -1,0 +1,53 @@
+"""The figures in the documentation are those of the results files."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks/figures.py")
+figures = sys.modules["figures"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(figures)
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_results(page):
+    text = page.read_text()
+    assert figures.updated(text) == text, "run `python benchmarks/figures.py`"
+
+
+def test_every_table_is_on_a_page():
+    text = "".join(page.read_text() for page in figures.PAGES)
+    for name in figures.TABLES:
+        assert text.count(f"<!-- {name} -->\n") == text.count(f"<!-- /{name} -->\n") == 1, name
+
+
+def test_the_picture_is_that_of_the_results():
+    assert figures.PICTURE.read_text() == figures.picture(), "run `python benchmarks/figures.py`"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_claim_on_top_is_that_of_the_results(page):
+    percent = [round(100 * saving) for saving in figures.savings()]
+    claim = f"{min(percent)} to {max(percent)} %"
+    assert claim in " ".join((ROOT / page).read_text().split()), claim
+
+
+def test_the_readme_says_by_how_much_another_backend_is_faster():
+    rows = figures.by_shape("decode-fp8-h200.json").values()
+    fp8 = [(r["mla_backend", "fp8_e4m3"], r["flashmla", "fp8_e4m3"]) for r in rows if ("flashmla", None) in r]
+    saved = max(1 - other["time_us"] / ours["time_us"] for ours, other in fp8)
+    (said,) = re.findall(r"FlashMLA, up to (\d+) % faster", (ROOT / "README.md").read_text())
+    assert int(said) == round(100 * saved)
+
+
+def test_results_that_the_documentation_names_exist():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"]
+    for page in pages:
+        for name in re.findall(r"[\w-]+-h200\.json", page.read_text()):
+            assert (figures.RESULTS / name).exists(), f"{page}: {name}"
