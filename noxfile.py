@@ -130,7 +130,16 @@ def faults(session: nox.Session) -> None:
 
 
 # vLLM: those that take longest go first, so that all processes are busy to the end.
-LONGEST = ("generation", "drafts_and_fp8", "context_parallel", "servers", "selection", "serve", "examples")
+LONGEST = (
+    "models",
+    "generation",
+    "drafts_and_fp8",
+    "context_parallel",
+    "servers",
+    "selection",
+    "serve",
+    "examples",
+)
 
 
 def vllm_tests(session: nox.Session, version: str, *options: str) -> None:

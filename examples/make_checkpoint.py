@@ -228,6 +228,75 @@ def minicpm3_config(args: argparse.Namespace) -> dict:
     }
 
 
+def kimi_linear_config(args: argparse.Namespace) -> dict:
+    """Kimi-Linear's latent attention (as DeepSeek-V2-Lite's, without rotation), in each layer."""
+    heads = args.heads or 16
+    return {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 2 * args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "first_k_dense_replace": args.layers,
+        "mlp_layer_types": ["dense"] * args.layers,
+        "model_max_length": args.context_length,
+        "linear_attn_config": {
+            "full_attn_layers": list(range(1, args.layers + 1)),
+            "kda_layers": [],
+            "head_dim": 64,
+            "num_heads": heads,
+            "short_conv_kernel_size": 4,
+        },
+    }
+
+
+def mistral_large_3_config(args: argparse.Namespace) -> dict:
+    """Mistral-Large-3's attention (as DeepSeek-V3's), whose queries are scaled by a factor of the position.
+
+    The factor is 1 for the first `original_max_position_embeddings` tokens: few, so short texts see more.
+    """
+    heads = args.heads or 16
+    return {
+        "architectures": ["Mistral4ForCausalLM"],
+        "model_type": "mistral4",
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 2 * args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": 512,
+        "q_lora_rank": args.q_lora_rank or 192,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "first_k_dense_replace": args.layers,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": args.context_length / 64,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    }
+
+
+def mistral_small_4_config(args: argparse.Namespace) -> dict:
+    """Mistral-Small-4's attention (d_c 256, d_rope 64, d_nope 64, d_v 128)."""
+    return mistral_large_3_config(args) | {"kv_lora_rank": 256, "qk_nope_head_dim": 64}
+
+
 def deepseek_v2_lite_config(args: argparse.Namespace) -> dict:
     """DeepSeek-V2-Lite in full: 27 layers, 15.7 billion parameters."""
     return deepseek_v2_config(args) | {
@@ -249,7 +318,10 @@ CONFIGS = {
     "deepseek-v2-lite": deepseek_v2_lite_config,
     "deepseek-v3": deepseek_v3_config,
     "deepseek-v3.2": deepseek_v32_config,
+    "kimi-linear": kimi_linear_config,
     "minicpm3": minicpm3_config,
+    "mistral-large-3": mistral_large_3_config,
+    "mistral-small-4": mistral_small_4_config,
 }
 
 
@@ -314,7 +386,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--architecture", choices=CONFIGS, default="deepseek-v2")
     parser.add_argument("--config-only", action="store_true", help="no weights")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--heads", type=int, default=None, help="default: 16 (deepseek-v2), 8 (minicpm3)")
+    parser.add_argument("--heads", type=int, default=None, help="default: 8 (minicpm3), 16 (others)")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument(
         "--q-lora-rank", type=int, default=None, help="default: none (deepseek-v2), 96 (minicpm3)"

@@ -45,7 +45,6 @@ class Checkpoint:
         num_indexers: layers that have an indexer; other layers attend to the keys that the indexer of an
             earlier layer has chosen (GLM-5.2).
         indexer_bytes: of a token in the cache of one indexer; 0 without indexers.
-        scales_queries: whether queries are scaled by their position (llama_4_scaling).
         has_sinks: whether attention has sinks.
         has_windows: whether some layers have sliding windows.
     """
@@ -62,7 +61,6 @@ class Checkpoint:
     is_sparse: bool
     num_indexers: int
     indexer_bytes: int
-    scales_queries: bool
     has_sinks: bool
     has_windows: bool
 
@@ -118,7 +116,6 @@ class Checkpoint:
             is_sparse=bool(config.get("index_topk")),
             num_indexers=_num_indexers(config, num_layers),
             indexer_bytes=_indexer_bytes(config),
-            scales_queries=_scales_queries(config),
             has_sinks=bool(config.get("learnable_sink")),
             has_windows="sliding_attention" in _list(config, "layer_types"),
         )
@@ -255,12 +252,6 @@ def _num_indexers(config: Mapping[str, Any], num_layers: int) -> int:
     check_int("index_skip_topk_offset", offset, 0)
     # The first `offset` layers, and then each `every`-th layer.
     return min(offset, num_layers) + max(num_layers - offset, 0) // every
-
-
-def _scales_queries(config: Mapping[str, Any]) -> bool:
-    # Mistral's own configs have a section for it, those of transformers a field among the rotary embedding's.
-    rope = section(config, "rope_parameters")
-    return bool(config.get("llama_4_scaling") or rope.get("llama_4_scaling_beta"))
 
 
 def _indexer_bytes(config: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ class State(enum.Enum):
     REFUSED = "refused"
     """This backend ends the start with an error."""
     ABSENT = "no"
-    """The engine lacks the model, or serves it without latent attention."""
+    """The engine cannot serve the model, or serves it without latent attention."""
 
     @property
     def is_served(self) -> bool:
@@ -40,13 +40,13 @@ class Support:
         cpu: state on the CPU.
         gpu: state on GPUs.
         reason: why the family is not served where it is not, as it follows "because".
-        remark: what to type, or what to know, where it is served.
+        options: what to add to the engine's command line where it is served.
     """
 
     cpu: State
     gpu: State
     reason: str = ""
-    remark: str = ""
+    options: str = ""
 
     def on(self, device_type: str) -> State:
         """The state on "cpu" or on "cuda"."""
@@ -57,7 +57,7 @@ class Support:
             states = f"{self.cpu.value} on the CPU, {self.gpu.value} on GPUs"
         else:
             states = self.cpu.value + " on the CPU and on GPUs" * self.cpu.is_served
-        return states + f": {self.reason}" * bool(self.reason) + f"; {self.remark}" * bool(self.remark)
+        return states + f": {self.reason}" * bool(self.reason) + f"; with {self.options}" * bool(self.options)
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,6 @@ _SPARSE = Support(State.REFUSED, State.UNTESTED, _NO_INDEXER)
 
 def _absent(reason: str) -> Support:
     return Support(State.ABSENT, State.ABSENT, reason)
-
-
-def _refused(reason: str) -> Support:
-    return Support(State.REFUSED, State.REFUSED, reason)
 
 
 _NO_SUCH_MODEL = _absent("the engine has no such model")
@@ -322,7 +318,7 @@ FAMILIES = (
             qk_rope_head_dim=32,
             v_head_dim=64,
         ),
-        vllm=Support(State.TESTED, State.UNTESTED, remark="with --model-impl transformers"),
+        vllm=Support(State.TESTED, State.UNTESTED, options="--model-impl transformers"),
         sglang=_ON_CPU,
     ),
     ModelFamily(
@@ -336,7 +332,7 @@ FAMILIES = (
             rope_theta=10000000,
         ),
         vllm=_ON_CPU,
-        sglang=_ON_CPU,
+        sglang=_absent("the engine (0.5.23) cannot read its config, whatever the backend"),
         special="two attentions a layer",
     ),
     ModelFamily(
@@ -444,8 +440,8 @@ FAMILIES = (
             qk_nope_head_dim=64,
             rope_parameters={**_yarn(128), "rope_theta": 10000, "llama_4_scaling_beta": 0.1},
         ),
-        vllm=_UNTESTED,
-        sglang=_refused("queries are scaled by their position (llama_4_scaling)"),
+        vllm=_ON_CPU,
+        sglang=_ON_CPU,
         special="queries scaled by position, YaRN",
     ),
     ModelFamily(
@@ -459,8 +455,8 @@ FAMILIES = (
             rope_scaling={**_yarn(36), "original_max_position_embeddings": 8192},
             llama_4_scaling={"beta": 0.1, "original_max_position_embeddings": 8192},
         ),
-        vllm=_UNTESTED,
-        sglang=_refused("queries are scaled by their position (llama_4_scaling)"),
+        vllm=_ON_CPU,
+        sglang=_ON_CPU,
         special="queries scaled by position, YaRN",
     ),
     ModelFamily(
@@ -479,8 +475,8 @@ FAMILIES = (
             index_kpool=16,
             **_DSA,
         ),
-        vllm=_refused("the latents have no rotary part"),
-        sglang=_refused("the latents have no rotary part"),
+        vllm=_SPARSE,
+        sglang=_SPARSE,
         special="no rotary part, sparse (DSA) with pooled keys; 34 of 45 layers are linear",
     ),
     ModelFamily(
@@ -493,7 +489,7 @@ FAMILIES = (
             heads=96,
             linear_attn_config={"full_attn_layers": [*range(4, 93, 4), 93]},
         ),
-        vllm=Support(State.UNTESTED, State.UNTESTED, remark="without an e4m3 cache"),
+        vllm=_UNTESTED,
         sglang=_UNTESTED,
         special="keys are not rotated; 69 of 93 layers are linear",
     ),
@@ -508,8 +504,8 @@ FAMILIES = (
             q_lora_rank=None,
             linear_attn_config={"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
         ),
-        vllm=Support(State.UNTESTED, State.UNTESTED, remark="without an e4m3 cache"),
-        sglang=_UNTESTED,
+        vllm=_ON_CPU,
+        sglang=_ON_CPU,
         special="keys are not rotated; 20 of 27 layers are linear",
     ),
     ModelFamily(
@@ -557,8 +553,8 @@ FAMILIES = (
             learnable_sink=True,
             **_DSA,
         ),
-        vllm=_refused("the attention has sinks"),
-        sglang=_refused("the attention has sinks"),
+        vllm=_SPARSE,
+        sglang=_SPARSE,
         special="sparse (DSA), sinks, gated output",
     ),
 )

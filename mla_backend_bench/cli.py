@@ -359,8 +359,12 @@ def layer(
         parsed = [Shape.parse(shape) for shape in shapes or ("1x8192",)]
         for text in backend or ():
             Backend.parse(text)
+        if output and output.exists():
+            engines.load(output)
+    with _as_bad_parameter(OSError):
+        layers = bench.num_layers_of(model)
+    options = _json_object(engine_options)
     _device("bench layer", "cuda")
-    options, layers = _json_object(engine_options), bench.num_layers_of(model)
     new_tokens = bench.STEPS + 1
     settings = Settings(engine, model, parsed, new_tokens, 1, together, "bfloat16", options, layers=layers)
     rows: list[engines.Row] = []

@@ -445,7 +445,7 @@ OURS = (
     "mla_backend_portable_99k",
     BASELINE,
 )
-"""Kernels of this package, which are not compared as others: this GPU's, with less exact products, forced ones,
-the baseline."""
+"""Kernels of this package, which are not compared as others: this GPU's, with less exact products, forced
+ones, the baseline."""
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if name not in OURS[1:])
 """Measured by default: all but the forced kernels."""

@@ -148,7 +148,7 @@ template <typename C>
 __device__ __forceinline__ void count_sink(const DecodeParams& p, const WorkTile& work, int r, float& top,
                                            float& total) {
     constexpr float kMost = 126.f, kNoKeys = -1e29f;
-    if (__builtin_expect(!p.sinks || !work.has_first_key, 1)) return;
+    if (!p.sinks || !work.has_first_key) return;
     // Pinned: otherwise rows would be computed before the loop over tiles, and held in registers.
     const int row = pinned(work.m_block) * C::kRows + r;
     const float sink = p.sinks[row - row / p.num_heads * p.num_heads] * static_cast<float>(kLog2OfE);

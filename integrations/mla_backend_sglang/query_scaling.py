@@ -41,9 +41,8 @@ class QueryScaling:
         given = getattr(text_config, "llama_4_scaling", None)
         if not given:
             return None
-        fields = given if isinstance(given, Mapping) else {}
-        values: list[Any] = [fields.get(name) for name in _FIELDS]
-        if not all(is_number(value) and math.isfinite(value) and value > 0 for value in values):
+        values = [given.get(name, 0) for name in _FIELDS] if isinstance(given, Mapping) else []
+        if not values or not all(is_number(value) and 0 < value < math.inf for value in values):
             raise InvalidInputError(
                 f"llama_4_scaling must have positive numbers {' and '.join(_FIELDS)}, got {given!r}"
             )

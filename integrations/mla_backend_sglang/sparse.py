@@ -142,10 +142,18 @@ class SparseAttention:
         if self._plan is None or decoder.current_plan is not self._plan or not same_step:
             batch = DecodeBatch(lengths[:num_tokens], None, page_size=1, table_kind=TableKind.LIST)
             self._plan, self._metadata, self._planned_for = decoder.plan(batch), metadata, place
-        served_by = {"kernel": self.implementation, "cache_format": self.cache_format.name}
-        counters.add("sparse", num_tokens, **served_by)
-        others = {"kv_scale": self._kv_scale, "table": slots, "sinks": sinks}
-        return decoder.run(q_nope, q_rope, cache, self._plan, softmax_scale, **others)[0]
+        counters.add("sparse", num_tokens, kernel=self.implementation, cache_format=self.cache_format.name)
+        out, _ = decoder.run(
+            q_nope,
+            q_rope,
+            cache,
+            self._plan,
+            softmax_scale,
+            kv_scale=self._kv_scale,
+            table=slots,
+            sinks=sinks,
+        )
+        return out
 
 
 def _attention_of(backend: Any) -> SparseAttention:

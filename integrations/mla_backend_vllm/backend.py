@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonMetadataBuilder
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 
@@ -72,6 +72,10 @@ class VllmMLABackend(MLACommonBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return hasattr(MLACommonMetadataBuilder, "supports_non_causal_multi_token_decode")  # from 0.29 on
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -88,13 +88,13 @@ class FusedAppend:
             return rms_norm(kv_c, options["norm_weight"], options["norm_eps"]), k_rope.unsqueeze(1)
         kv_c_out, k_rope_out = kv_c.new_empty(kv_c.shape), k_rope.new_empty(k_rope.shape)
         slots = slots.flatten()
-        n = min(len(slots), len(kv_lora))
+        n = len(slots)
         self.launch(
             q_rope[:n],
             kv_c[:n],
             k_rope[:n],
             kv_cache,
-            slots[:n],
+            slots,
             positions[:n],
             cos_sin_cache,
             kv_scale=kv_scale,

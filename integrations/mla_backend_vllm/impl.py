@@ -212,6 +212,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
             decode.plan,
             self.scale,
             kv_scale=self._scale(layer._k_scale),
+            # Block drafts (DSpark, DFlash) see all tokens of their block. vLLM 0.26 has none.
+            causal=getattr(attn_metadata, "causal", True),
         )
 
     def forward_mha(

@@ -39,6 +39,7 @@ from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
+from mla_backend_vllm.kimi_k3 import keep_in_16_bits
 from mla_backend_vllm.prefill_backend import MLAPrefill
 from mla_backend_vllm.sharding import shard_of, with_lengths_of
 
@@ -80,6 +81,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True  # vLLM reads it from 0.29 on
 
     _prefill_backend: Any  # vLLM's base class sets it
 
@@ -111,6 +113,7 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             workspace.data = workspace.to(vllm_config.model_config.dtype)
         for name in layer_names:
             layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)
+            keep_in_16_bits(layers[name])
         spec = DecoderSpec(
             num_heads=geometry.num_heads * self._shard.size,  # vLLM gathers the queries of all ranks
             kv_lora_rank=geometry.kv_lora_rank,

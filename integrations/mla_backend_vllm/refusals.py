@@ -14,7 +14,6 @@ import transformers
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.distributed.kv_transfer import has_kv_transfer_group
-from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
@@ -191,6 +190,7 @@ def reason_without_mla(what: str) -> str:
 
 
 _REMEDIES = {
+    "non-causal MLA attention with DCP": "leave out --decode-context-parallel-size",
     "dtype": "use --dtype bfloat16 or float16",
     "non-causal": "leave this draft model out of --speculative-config, or use_non_causal out of "
     "--attention-config",
@@ -302,10 +302,6 @@ def _latent_dimensions(model_config: Any) -> tuple[int, int] | None:
     return config.kv_lora_rank, config.qk_rope_head_dim
 
 
-_SERVED = tuple(dimensions for dimensions in DIMENSIONS if dimensions[1] > 0)
-"""On a GPU. There are kernels for latents without a rotary part, too, but no such layer has been tried."""
-
-
 def _dimensions_of(model_config: Any, head_size: int) -> tuple[int, int] | None:
     """kv_lora_rank and qk_rope_head_dim of layers whose latent rows have ``head_size`` values.
 
@@ -314,7 +310,7 @@ def _dimensions_of(model_config: Any, head_size: int) -> tuple[int, int] | None:
     of_model = None if model_config is None else _latent_dimensions(model_config)
     if of_model is not None and sum(of_model) == head_size:
         return of_model
-    return next((served for served in _SERVED if sum(served) == head_size), None)
+    return next((served for served in DIMENSIONS if sum(served) == head_size), None)
 
 
 def _against_gpu(capability: tuple[int, int], model_config: Any, head_size: int) -> Iterator[str]:
@@ -326,7 +322,7 @@ def _against_gpu(capability: tuple[int, int], model_config: Any, head_size: int)
         )
         return
     dimensions = _dimensions_of(model_config, head_size)
-    if dimensions not in _SERVED:
+    if dimensions not in DIMENSIONS:
         yield _without_kernels(f"{head_size}" if dimensions is None else _sum(dimensions))
 
 
@@ -335,7 +331,7 @@ def _sum(dimensions: tuple[int, int]) -> str:
 
 
 def _without_kernels(rows: str) -> str:
-    *others, last = map(_sum, _SERVED)
+    *others, last = map(_sum, DIMENSIONS)
     return (
         f"{BACKEND_NAME} serves latent rows of {', '.join(others)} or {last} values "
         f"(kv_lora_rank + qk_rope_head_dim), but this model's rows have {rows}: choose another "
@@ -405,11 +401,12 @@ def reasons_against_engine(vllm_config: Any, kv_format: CacheFormat | None) -> I
             f"{BACKEND_NAME} takes the scale of an fp8 cache from the checkpoint (1 if it has none) and does "
             "not calculate one from the first batch: leave --calculate-kv-scales off"
         )
-    if getattr(vllm_config.model_config.hf_text_config, "learnable_sink", False):
+    text_config = vllm_config.model_config.hf_text_config
+    if getattr(text_config, "learnable_sink", False) and getattr(text_config, "index_topk", None) is None:
         # HY-V4's layers do not mention sinks when a backend is selected, and drop them if it supports none.
         yield (
-            f"{BACKEND_NAME} does not implement attention sinks, which this model has: choose another "
-            "--attention-backend"
+            f"{BACKEND_NAME} implements attention sinks, which this model has, for sparse attention alone: "
+            "choose another --attention-backend"
         )
     if (reason := _reason_against_connector(vllm_config)) is not None:
         yield reason
@@ -426,14 +423,6 @@ def _against_scale(vllm_config: Any) -> Iterator[str]:
         yield (
             "with use_prefill_query_quantization vLLM reads context without the scale of the fp8 cache, "
             f"which {BACKEND_NAME} loads from the checkpoint: leave it out of --attention-config"
-        )
-    # Without prefill in fp8, these layers stop the engine at the first long prompt. Kimi-Linear has them from
-    # vLLM 0.28 on.
-    model = ModelRegistry.models.get(str(vllm_config.model_config.architecture))
-    if "kimi_k3" in getattr(model, "module_name", ""):
-        yield (
-            "vLLM's Kimi-K3 and Kimi-Linear need prefill in fp8 if the cache is e4m3 with one scale, but "
-            f"{BACKEND_NAME} has none: use --kv-cache-dtype fp8_ds_mla or bfloat16"
         )
 
 
@@ -478,11 +467,6 @@ def _reason_against_connector(vllm_config: Any) -> str | None:
 
 def reasons_against_indexer(vllm_config: Any) -> Iterator[str]:
     """Why keys cannot be chosen as the model and the engine are configured to do."""
-    if (getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1) > 1:
-        yield (
-            f"{BACKEND_NAME} does not implement pooled keys in the indexer (index_kpool): "
-            "choose another --attention-backend"
-        )
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         yield f"{BACKEND_NAME} does not implement HiSparse: leave hisparse_config out of --attention-config"
 
@@ -507,7 +491,7 @@ def reasons_against_layer(dimensions: tuple[int, int], **options: Any) -> Iterat
         dimensions: kv_lora_rank and qk_rope_head_dim.
         options: options of the layer; each must be None.
     """
-    if current_platform.is_cuda() and dimensions not in _SERVED:
+    if current_platform.is_cuda() and dimensions not in DIMENSIONS:
         yield _without_kernels(_sum(dimensions))
     for name, value in options.items():
         if value is not None:
@@ -515,6 +499,14 @@ def reasons_against_layer(dimensions: tuple[int, int], **options: Any) -> Iterat
                 f"{BACKEND_NAME} does not implement {name}={value!r}, which a layer of this model needs: "
                 "choose another --attention-backend"
             )
+
+
+def reasons_against_sinks(vllm_config: Any) -> Iterator[str]:
+    """Why a layer with sinks cannot be served: only absorbed attention counts them, not regular prefill."""
+    if not getattr(vllm_config.attention_config, "sparse_mla_force_mqa", False):
+        yield (
+            "this vLLM would leave attention sinks out of regular prefill: choose another --attention-backend"
+        )
 
 
 def reasons_against_shard(vllm_config: Any, impl: Any, num_ranks: int, page_size: int) -> Iterator[str]:

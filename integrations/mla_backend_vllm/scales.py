@@ -3,8 +3,9 @@
 vLLM renames `self_attn.k_proj.k_scale` of a checkpoint to `self_attn.attn.k_scale`, the name of a regular
 attention layer's parameter. In a layer with latent attention, the parameter is
 `self_attn.mla_attn.mla_attn.k_scale`, or `self_attn.k_scale` if the layer holds its own projections
-(DeepSeek-V3.2 and GLM-5 from 0.29 on). So vLLM (0.26 to 0.33, any backend) warns that the scale is not
-loaded, and uses 1. In models of vLLM's Transformers backend, the parameter has the expected name.
+(DeepSeek-V3.2 and GLM-5 from 0.29 on; Kimi-K3, whose layer vLLM calls `self_attn`). So vLLM (0.26 to 0.33,
+any backend) warns that the scale is not loaded, and uses 1. In models of vLLM's Transformers backend, the
+parameter has the expected name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its 
 FP8_FORMATS = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_ds_mla": RECORD_656}
 """The formats of 8-bit caches, by vLLM's names."""
 
-_LAYER = ".self_attn.attn"
+_LAYERS = (".self_attn.attn", ".self_attn")
 
 
 def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
@@ -49,9 +50,11 @@ def load_scales_of(vllm_config: Any, is_ours: Callable[[Any], bool]) -> None:
     def with_latent_attention() -> Any:
         mapper = renaming()
         further = {
-            re.compile(rf"^{re.escape(name)}\.([kv])_scale$"): f"{_module_of(name, layer)}.\\1_scale"
+            re.compile(rf"^{re.escape(name.removesuffix('.attn'))}\.attn\.([kv])_scale$"): (
+                f"{_module_of(name, layer)}.\\1_scale"
+            )
             for name, layer in layers.items()
-            if name.endswith(_LAYER) and is_ours(getattr(layer, "impl", None))
+            if name.endswith(_LAYERS) and is_ours(getattr(layer, "impl", None))
         }
         return mapper | type(mapper)(orig_to_new_regex=further)
 

@@ -5,6 +5,11 @@ share, -1 where a token has fewer keys. Each layer converts positions to slots o
 every token is a request with its own list (`TableKind.LIST`). A list's length follows from the token's
 position, so lengths are counted, and planned for, once in each forward pass.
 
+GLM-5.3-Flash's indexer chooses pools of `index_kpool` neighboring keys, and always the keys of the last pool
+while that is not complete: a list has up to top-k + index_kpool - 1 keys, and may have entries of -1 between
+them. The conversion to slots moves those behind the keys. How many keys there are also depends on what was
+chosen, so a length is the most that the position allows, and the entries of -1 within it have no weight.
+
 vLLM decides which prompts take its regular prefill instead: those whose context is within the top-k. With
 many heads and a cache of records, other prompts attend to a 16-bit copy of their context.
 """
@@ -45,6 +50,7 @@ from mla_backend_vllm.sparse_step import (
     SparseStep,
     copies_prompts,
     pages_of,
+    pool_of,
     specs_of,
 )
 
@@ -100,10 +106,16 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         specs = specs_of(spec) if self._buffer_pages else [spec]
         kernels = engines.describe_kernels(*specs)
         self.decoder, *self._copy_decoders = (engines.make_decoder(spec, BACKEND_NAME) for spec in specs)
+        self._pool = pool_of(vllm_config)
         # At a fixed address, for captured graphs. Holds nothing between steps: vLLM 0.26 makes builders in
         # memory that it discards when it sleeps.
         self._lengths = torch.zeros(spec.max_batch, dtype=torch.int32, device=device)
         self._log_start(kernels)
+
+    @property
+    def _most_keys(self) -> int:
+        """The most keys of a list: the top-k, and those of a pool that is not complete."""
+        return self.topk_tokens + self._pool - 1
 
     def _log_start(self, kernels: str | None) -> None:
         absorbed = f"sparse attention to the top {self.topk_tokens} keys"
@@ -142,6 +154,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
                 self._lengths,
                 metadata.req_id_per_token,
                 metadata.block_table,
+                has_pools=self._pool > 1,
             )
             if one_token_each:
                 step.write_in_pass(self._writer(metadata))
@@ -165,18 +178,18 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
 
         def write() -> None:
             torch.arange(tokens, out=requests)
-            torch.clamp(seq_lens, 0, self.topk_tokens, out=lengths)
+            torch.clamp(seq_lens, 0, self._most_keys, out=lengths)
 
         return write
 
     def _count_keys(self, metadata: SparseMetadata, common_attn_metadata: Any) -> None:
-        """Write how many keys each token attends to: those up to its own, at most top-k. Asynchronous."""
+        """Write how long each token's list is: as its keys up to its own, up to a limit. Asynchronous."""
         lengths = self._lengths[: metadata.num_actual_tokens]
         tokens = int(common_attn_metadata.query_start_loc_cpu[-1])
         requests = metadata.req_id_per_token[:tokens]
         keys = (metadata.seq_lens - metadata.query_start_loc[1:]).index_select(0, requests)
         keys += torch.arange(1, tokens + 1, dtype=torch.int32, device=keys.device)
-        torch.clamp(keys, 0, self.topk_tokens, out=lengths[:tokens])
+        torch.clamp(keys, 0, self._most_keys, out=lengths[:tokens])
         lengths[tokens:].zero_()  # of padding
 
     def _copied_prompts(self, metadata: SparseMetadata, common_attn_metadata: Any) -> list[SparseStep]:
@@ -185,7 +198,8 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
         first_prompt, end_prompt = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
         # Exact for prompts: only other requests have drafts that may have been rejected.
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound[first_prompt:end_prompt]
-        most_pages = min(self._buffer_pages, metadata.block_table.shape[1])
+        longest = metadata.block_table.shape[1] * self.decoder.spec.page_size
+        most_pages = min(self._buffer_pages, -(-longest // PAGE_SIZE))
         pages = pages_of(lengths, most_pages)
         first_tokens = common_attn_metadata.query_start_loc_cpu.tolist()
         return [
@@ -195,6 +209,7 @@ class SparseMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder[
                 self._lengths,
                 metadata.req_id_per_token - first,
                 metadata.block_table[first:end],
+                has_pools=self._pool > 1,
                 keys=metadata.seq_lens[first:end],
                 pages=int(pages[first - first_prompt : end - first_prompt].sum()),
                 most_pages=most_pages,
@@ -250,10 +265,15 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
     supports_dcp: bool = False
     supports_pcp: bool = False
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    sinks: Tensor | None = None
+
+    def __init__(self, *args: Any, sinks: Tensor | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         refusals.refuse(refusals.reasons_against_indexer(config))  # again, like those in `CheckedImpl`
+        self.sinks = sinks  # HY-V4's parameter, fp32 [H], which is loaded later
+        if sinks is not None:
+            refusals.refuse(refusals.reasons_against_sinks(config))
         self.buffer_pages = 0  # of the buffer for copies of prompts
         # With two batches at a time, vLLM has a workspace for each, but only one can be reserved here.
         if copies_prompts(self.kv_format, self.num_heads) and not config.parallel_config.use_ubatching:
@@ -290,6 +310,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
         kernel = attn_metadata.parts[0].decoder.implementation
         counters.add("sparse", num_tokens, kernel=kernel, cache_format=self.kv_format.name)
         assert num_tokens <= attn_metadata.parts[-1].tokens.stop
+        sinks = None if self.sinks is None else self.sinks.detach()
         out = q_nope.new_empty(num_tokens, q_nope.shape[1], self.kv_lora_rank)
         lse = q_nope.new_empty(out.shape[:2], dtype=torch.float32)
         for part in attn_metadata.parts:
@@ -309,6 +330,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
                 self.scale,
                 kv_scale=self._scale(layer._k_scale),
                 table=part.slots(positions),
+                sinks=sinks,
                 out=out[tokens],
                 lse=lse[tokens],
             )
@@ -335,11 +357,19 @@ class SparseBackend(VllmMLABackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [PAGE_SIZE]
+        return [MultipleOf(PAGE_SIZE)]  # the indexer may need pages of one size
 
     @classmethod
     def is_sparse(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from mla_backend import DecodeBatch, DecodePlan, MLADecoder, TableKind
 from mla_backend.cache_format import CacheFormat, Scale
 from mla_backend.spec import DecoderSpec
 
-PAGE_SIZE = 64  # the indexer's
+PAGE_SIZE = 64
+"""The indexer's, unless it pools keys. Of copies of prompts, in any case."""
 # With more heads than this, tokens attend to records more slowly than to 16-bit keys
 # (benchmarks/results/sparse-h200.json). One copy serves all tokens of a prompt; in decode, a request has too
 # few tokens for a copy to pay off.
@@ -31,7 +33,12 @@ def copies_prompts(kv_format: CacheFormat, num_heads: int) -> bool:
 def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
     """``spec`` of a layer's decoder and, if prompts attend to copies, the spec of the decoder for these."""
     copies = copies_prompts(spec.kv_format, spec.num_heads)
-    return [spec, replace(spec, kv_dtype=spec.dtype)] if copies else [spec]
+    return [spec, replace(spec, kv_dtype=spec.dtype, page_size=PAGE_SIZE)] if copies else [spec]
+
+
+def pool_of(vllm_config: Any) -> int:
+    """How many neighboring keys the model's indexer chooses together."""
+    return getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1
 
 
 class SparseStep:
@@ -43,11 +50,22 @@ class SparseStep:
         lengths: int32 [tokens of the step], how many entries of each token's list count.
         requests: int32 [tokens of the step], each token's row of ``table``.
         table: int32 [requests, width], the pages of the requests' keys.
+        has_pools: whether lists may have entries of -1 before their last key.
     """
 
-    def __init__(self, decoder: MLADecoder, tokens: slice, lengths: Tensor, requests: Tensor, table: Tensor):
+    def __init__(
+        self,
+        decoder: MLADecoder,
+        tokens: slice,
+        lengths: Tensor,
+        requests: Tensor,
+        table: Tensor,
+        *,
+        has_pools: bool = False,
+    ):
         self.decoder, self.tokens = decoder, tokens
         self._lengths, self._requests, self._table = lengths, requests, table
+        self._has_pools = has_pools
         self._write: Callable[[], None] | None = None
         self._plan: DecodePlan | None = None
         self._forward_of_plan: Callable[[], ForwardContext | None] = lambda: None  # a weak reference
@@ -77,19 +95,28 @@ class SparseStep:
         return of_step[self.tokens.start : self.tokens.start + num_tokens]
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Slots of keys for positions [T, topk] of the first T tokens; -1 for those that do not exist."""
+        """Slots of keys for positions [T, width] of the first T tokens; -1 for those that do not exist.
+
+        These come last if lists have pools, and else where the positions have them.
+        """
         requests, table = self._of_first(len(positions), self._requests), self._table
         page_size = self.decoder.spec.page_size
         if positions.device.type == "cuda":
             if requests.data_ptr() % 16:  # Triton would compile another kernel for such a pointer
                 requests = requests.clone()
-            return triton_convert_req_index_to_global_index(
-                requests, table, positions, BLOCK_SIZE=page_size, NUM_TOPK_TOKENS=positions.shape[1]
+            sizes = {"BLOCK_SIZE": page_size, "NUM_TOPK_TOKENS": positions.shape[1]}
+            if not self._has_pools:
+                return triton_convert_req_index_to_global_index(requests, table, positions, **sizes)
+            # With counts, which are not needed here, it moves the entries of -1.
+            slots, _ = triton_convert_req_index_to_global_index(
+                requests, table, positions, **sizes, return_valid_counts=True
             )
+            return slots
         index = positions.long() // page_size
         exists = (index >= 0) & (index < table.shape[1])
         pages = table[requests.long()[:, None], index.where(exists, 0)]
-        return torch.where(exists, pages * page_size + positions % page_size, -1)
+        slots = torch.where(exists, pages * page_size + positions % page_size, -1)
+        return slots.gather(1, (slots < 0).int().argsort(dim=1, stable=True)) if self._has_pools else slots
 
 
 class CopiedPrompts(SparseStep):
@@ -99,10 +126,11 @@ class CopiedPrompts(SparseStep):
 
     Args:
         requests: int32 [tokens of the step], each token's row of ``table``.
-        table: int32 [prompts, width], the prompts' pages in the cache.
+        table: int32 [prompts, width], the prompts' pages in the cache, which may be larger than the buffer's.
         keys: int32 [prompts], how many keys each prompt has.
         pages: how many pages the prompts take in the buffer.
-        most_pages: the most pages of a prompt. Only in vLLM's dummy runs may a prompt seem to have more.
+        most_pages: the most pages of a prompt in the buffer. Only in vLLM's dummy runs may one seem to have
+            more.
     """
 
     def __init__(
@@ -113,6 +141,7 @@ class CopiedPrompts(SparseStep):
         requests: Tensor,
         table: Tensor,
         *,
+        has_pools: bool,
         keys: Tensor,
         pages: int,
         most_pages: int,
@@ -120,8 +149,9 @@ class CopiedPrompts(SparseStep):
         ends = pages_of(keys, most_pages).cumsum(0).int()
         self._starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
         self._cache_table, self.pages = table, pages
-        numbers = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
-        super().__init__(decoder, tokens, lengths, requests, self._starts[:, None] + numbers)
+        numbers = torch.arange(most_pages, dtype=torch.int32, device=table.device)
+        consecutive = self._starts[:, None] + numbers
+        super().__init__(decoder, tokens, lengths, requests, consecutive, has_pools=has_pools)
 
     def copy(self, cache: Tensor, copied: Tensor) -> None:
         """Dequantize the prompts' keys from a cache of records to ``copied``, bf16 [pages, 64, 576]."""

@@ -115,11 +115,11 @@ def report(out: Report, model: str, checkpoint: Checkpoint, target: Target) -> b
     out.section("engines", _engines(checkpoint))
     why_not = why_not or why_weights_do_not_fit(checkpoint, target)
     not_in = _reasons_against_engines(checkpoint, target)
-    if len(not_in) == len((VLLM, SGLANG)):
-        why_not = why_not or "; ".join(not_in)
+    if not_in.keys() == {VLLM.name, SGLANG.name}:
+        why_not = why_not or "; ".join(not_in.values())
     if why_not is None:
-        out.section("start it by", start_lines(model, checkpoint, target))
-    reservation = "" if why_not else _reservation(checkpoint, target) + "".join(f"; {why}" for why in not_in)
+        out.section("start it by", start_lines(model, checkpoint, target, not_in))
+    reservation = "" if why_not else "; ".join((_reservation(checkpoint, target), *not_in.values()))
     verdict = f"not served on {target}: {why_not}" if why_not else f"served on {target}{reservation}"
     color = "red" if why_not else "yellow" if reservation else "green"
     out.verdict(why_not is None, verdict, color)
@@ -134,8 +134,8 @@ def _reservation(checkpoint: Checkpoint, target: Target) -> str:
         if target.capability[0] == 10:
             known += "; your engine has special kernels for this GPU"
     for name, support in _support(checkpoint).items():
-        if support.on(target.device_type).is_served and support.remark:
-            known += f"; in {name} {support.remark}"
+        if support.on(target.device_type).is_served and support.options:
+            known += f"; in {name} with {support.options}"
     return known
 
 
@@ -145,20 +145,16 @@ def _support(checkpoint: Checkpoint) -> dict[str, Support]:
     return {} if family is None else {VLLM.name: family.vllm, SGLANG.name: family.sglang}
 
 
-def _reasons_against_engines(checkpoint: Checkpoint, target: Target) -> list[str]:
-    """Why engines cannot serve the model on the target, one line for each engine that cannot."""
+def _reasons_against_engines(checkpoint: Checkpoint, target: Target) -> dict[str, str]:
+    """Why engines cannot serve the model on the target, by the names of those that cannot."""
     reasons = {}
     of_vllm = 64 if checkpoint.is_sparse else 16
     if target.page_size % of_vllm:
         reasons[VLLM.name] = f"not in vLLM, whose --block-size must be a multiple of {of_vllm}"
-    if checkpoint.geometry.qk_rope_head_dim == 0:
-        reasons[SGLANG.name] = "not in SGLang, because the latents have no rotary part"
-    if checkpoint.scales_queries:
-        reasons[SGLANG.name] = "not in SGLang, because queries are scaled by their position (llama_4_scaling)"
     for name, support in _support(checkpoint).items():
         if not support.on(target.device_type).is_served:
             reasons.setdefault(name, f"not in {name}, because {support.reason}")
-    return [*reasons.values()]
+    return reasons
 
 
 def _engines(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
@@ -167,7 +163,7 @@ def _engines(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
     if family is None:
         yield "family", "none of the table of models (docs/models.md): its config alone is judged"
         return
-    yield "family", f"{family.name}{f' ({family.special})' if family.special else ''}"
+    yield "family", family.name + f": {family.special}" * bool(family.special)
     for name, support in _support(checkpoint).items():
         yield name, str(support)
 
@@ -271,12 +267,10 @@ def _attention(
 
 
 def _why_not_with_any_kernel(checkpoint: Checkpoint, target: Target) -> str | None:
-    if checkpoint.has_sinks:
-        return "its attention has sinks (learnable_sink in its config): use another backend"
+    if checkpoint.has_sinks and not checkpoint.is_sparse:
+        return "its attention has sinks (learnable_sink in its config) and is not sparse: use another backend"
     if checkpoint.has_windows:
         return "some of its layers have sliding windows (layer_types in its config): use another backend"
-    if target.capability is not None and checkpoint.geometry.qk_rope_head_dim == 0:
-        return "its latents have no rotary part (qk_rope_head_dim 0): use another backend"
     return _why_not_sparse(target) if checkpoint.is_sparse else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
@@ -34,20 +34,28 @@ def why_weights_do_not_fit(checkpoint: Checkpoint, target: Target) -> str | None
     return f"{weights / _GIB:.0f} GiB of weights do not fit into {memory}: use {remedy}"
 
 
-def start_lines(model: str, checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, str]]:
-    """(engine or option, command line) of those that serve the model; the user named it ``model``."""
-    yield "vLLM", shlex.join(["vllm", "serve", model, *_vllm_options(checkpoint, target)])
-    if _sglang_serves(checkpoint):
+def start_lines(
+    model: str, checkpoint: Checkpoint, target: Target, not_in: Container[str]
+) -> Iterator[tuple[str, str]]:
+    """(engine or option, command line) of those that serve the model.
+
+    Args:
+        model: as the user names it.
+        not_in: the names of engines that do not serve it.
+    """
+    if VLLM.name not in not_in:
+        yield VLLM.name, shlex.join(["vllm", "serve", model, *_vllm_options(checkpoint, target)])
+    if SGLANG.name not in not_in:
         command = ["python", "-m", "sglang.launch_server", "--model-path", model]
         switch = "MLA_BACKEND_DSA=1 " if checkpoint.is_sparse else ""
-        yield "SGLang", switch + shlex.join([*command, *_sglang_options(checkpoint, target)])
-    yield from _further_options(checkpoint, target)
+        yield SGLANG.name, switch + shlex.join([*command, *_sglang_options(checkpoint, target)])
+    yield from _further_options(checkpoint, target, not_in)
 
 
 def _vllm_options(checkpoint: Checkpoint, target: Target) -> Iterable[str]:
     yield from ("--attention-backend", _name_in_vllm())
-    if checkpoint.model_type == "minicpm3":
-        yield from ("--model-impl", "transformers")
+    if checkpoint.family is not None:
+        yield from checkpoint.family.vllm.options.split()
     yield from _sizes(target, "--tensor-parallel-size", "--decode-context-parallel-size")
     if target.page_size != 64:
         yield from ("--block-size", str(target.page_size))
@@ -60,10 +68,10 @@ def _name_in_vllm() -> str:
 
 
 def _sglang_options(checkpoint: Checkpoint, target: Target) -> Iterable[str]:
-    if checkpoint.is_sparse:
-        yield from ("--dsa-decode-backend", "fa3")
-    else:
+    if not checkpoint.is_sparse:
         yield from ("--attention-backend", "mla_backend", "--page-size", str(target.page_size))
+    elif not checkpoint.has_sinks:  # with which SGLang allows one sub-backend only, its default
+        yield from ("--dsa-decode-backend", "fa3")
     yield from _sizes(target, "--tp-size", "--dcp-size")
 
 
@@ -76,19 +84,18 @@ def _sizes(target: Target, tensor: str, context: str) -> Iterable[str]:
             yield from (option, str(size))
 
 
-def _sglang_serves(checkpoint: Checkpoint) -> bool:
-    return checkpoint.geometry.qk_rope_head_dim > 0 and not checkpoint.scales_queries
-
-
-def _further_options(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, str]]:
+def _further_options(
+    checkpoint: Checkpoint, target: Target, not_in: Container[str]
+) -> Iterator[tuple[str, str]]:
     """Options that many users add: an fp8 cache, and drafts."""
     if checkpoint.kv_format is not E4M3:
         yield "fp8 cache", "add --kv-cache-dtype fp8_e4m3"
     if not checkpoint.num_mtp_layers:
         return
-    drafts = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": _name_in_vllm()}
-    yield "MTP in vLLM", f"add --speculative-config '{json.dumps(drafts)}'"
-    if _sglang_serves(checkpoint) and target.decode_context_parallel_size == 1:
+    if VLLM.name not in not_in:
+        drafts = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": _name_in_vllm()}
+        yield f"MTP in {VLLM.name}", f"add --speculative-config '{json.dumps(drafts)}'"
+    if SGLANG.name not in not_in and target.decode_context_parallel_size == 1:
         yield (
             f"MTP in {SGLANG.name}",
             "add --speculative-algorithm EAGLE --speculative-num-steps 1 --speculative-eagle-topk 1 "

@@ -13,7 +13,15 @@ from mla_backend.kernels import append, hopper, merge, portable, prefill
 from mla_backend.kernels.base import DIMENSIONS, FIRST_CAPABILITY, NEEDS_HOPPER, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
 
-__all__ = ["NAMES", "NEEDS_HOPPER", "choose", "largest_query_len", "select", "shipped_variants", "variants_of"]
+__all__ = [
+    "NAMES",
+    "NEEDS_HOPPER",
+    "choose",
+    "largest_query_len",
+    "select",
+    "shipped_variants",
+    "variants_of",
+]
 
 
 class _Family(NamedTuple):
@@ -70,7 +78,8 @@ def select(spec: DecoderSpec, wanted: str) -> tuple[Implementation | None, str]:
         wanted: as for `choose`.
 
     Raises:
-        UnsupportedError: the implementation ``wanted`` by name cannot serve ``spec``, or none has its products.
+        UnsupportedError: the implementation ``wanted`` by name cannot serve ``spec``, or none has its
+            products.
     """
     name, reason = choose(spec, torch.cuda.get_device_capability(spec.device), wanted)
     if name is not None:

@@ -233,8 +233,8 @@ def _many_rows_bytes(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheF
 
 
 def two_term_blocks_of(spec: DecoderSpec) -> int | None:
-    """How many of the queries' column blocks are sums of two e4m3 for a decoder of ``spec`` with fp8 products:
-    two thirds. None if products are exact."""
+    """How many of the queries' column blocks are sums of two e4m3 for a decoder of ``spec``: two thirds with
+    fp8 products. None if products are exact."""
     if spec.products == "exact":
         return None
     return _column_blocks(spec.kv_lora_rank, spec.qk_rope_head_dim) * 2 // 3

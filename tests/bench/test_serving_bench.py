@@ -298,7 +298,7 @@ def test_a_layer_is_measured_in_the_graphs_of_a_trace(tmp_path):
             events += [
                 kernel("nvjet_sm90_tst", at, 2, 7 + step),
                 kernel("norm_rope", at + 1, 3, 7 + step),  # begins under the product
-                kernel("cutlass::device_kernel<flash::FlashAttnFwdSm90>", at + 5, 1, 7 + step),
+                kernel("cutlass::device_kernel<flash::FlashAttnFwdSm90<gemm>>", at + 5, 1, 7 + step),
                 kernel("cublasLt::splitKreduce_kernel", at + 6, 1, 7 + step),
             ]
     events.append({"cat": "gpu_memcpy", "ts": 4, "dur": 900, "args": {"correlation": 8}})
@@ -329,3 +329,20 @@ def test_rows_of_another_model_are_kept(tmp_path):
     written = json.loads(path.read_text())
     assert [(row["model"], row["step_ms"]) for row in written["rows"]] == [("b", 2.0), ("a", 3.0)]
     assert set(written["runs"]) == {"vllm a", "vllm b"}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["tgi", "."], "unknown engine tgi"),
+        (["vllm", ".", "1x"], "not a valid shape"),
+        (["vllm", "."], "config.json"),
+        (["vllm", ".", "--backend", "CUSTOM 3"], "is not a backend"),
+        (["vllm", ".", "-o", "other.json"], "does not hold results"),
+    ],
+)
+def test_bench_layer_refuses_bad_arguments(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.json").write_text("{}")
+    outcome = CliRunner().invoke(app, ["layer", *arguments])
+    assert outcome.exit_code == 2 and message in outcome.output

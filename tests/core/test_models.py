@@ -32,10 +32,11 @@ def row(family: ModelFamily) -> str:
 
 def remarks(family: ModelFamily) -> list[str]:
     """What is to be said of engines."""
-    of_vllm, of_sglang = ("; ".join(filter(None, (s.reason, s.remark))) for s in (family.vllm, family.sglang))
-    texts = {"vLLM": of_vllm, "SGLang": of_sglang}
-    if of_vllm == of_sglang:
-        texts = {"vLLM and SGLang": of_vllm}
+    texts = {"vLLM": family.vllm.reason, "SGLang": family.sglang.reason}
+    if family.vllm.reason == family.sglang.reason:
+        texts = {"vLLM and SGLang": family.vllm.reason}
+    if family.vllm.options:
+        texts["vLLM"] = f"`{family.vllm.options}`"
     return [f"{name}: {text}" for name, text in texts.items() if text]
 
 
@@ -64,7 +65,7 @@ def test_reasons_are_given_for_what_is_not_served():
         for support in (family.vllm, family.sglang):
             served = {support.cpu.is_served, support.gpu.is_served}
             assert bool(support.reason) is (False in served), family.name
-            assert not support.remark or True in served, family.name
+            assert not support.options or True in served, family.name
 
 
 def test_gpu_states_agree_with_the_kernels():
@@ -78,7 +79,10 @@ def test_gpu_states_agree_with_the_kernels():
     ("support", "words"),
     [
         (Support(State.TESTED, State.TESTED), "tested on the CPU and on GPUs"),
-        (Support(State.TESTED, State.UNTESTED, remark="if"), "tested on the CPU, untested on GPUs; if"),
+        (
+            Support(State.TESTED, State.UNTESTED, options="--x"),
+            "tested on the CPU, untested on GPUs; with --x",
+        ),
         (Support(State.ABSENT, State.ABSENT, "why"), "no: why"),
         (Support(State.REFUSED, State.TESTED, "why"), "refused on the CPU, tested on GPUs: why"),
     ],

@@ -31,6 +31,13 @@ def test_rotation_keeps_the_dtype_and_the_argument():
     assert torch.equal(x, before)
 
 
+def test_rotation_in_16_bits_is_rounded_once():
+    x, cos_sin = torch.randn(200, 64).bfloat16(), cos_sin_cache(rotary_angles(200, 64)).bfloat16()
+    got = rotate(x, torch.arange(200), cos_sin, interleaved=True)
+    expected = rotated_by(x, cos_sin, interleaved=True)
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-6)
+
+
 def arguments(**changes):
     """Of a call with 3 tokens and 2 heads, the second token without a slot."""
     angles = rotary_angles(40, 8).float()

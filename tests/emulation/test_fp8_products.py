@@ -1,4 +1,4 @@
-"""The kernel with products in fp8, run on the CPU, against fp64 attention over the values of the cache."""
+"""Decode with products in fp8, run on the CPU, against fp64 attention over the values of the cache."""
 
 import random
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_few_rows_have_the_exact_kernel(decoder):
 
 @pytest.mark.parametrize("kv_lora_rank, qk_rope_head_dim", [(512, 0), (256, 32), (256, 64), (512, 32)])
 def test_other_latents(decoder, kv_lora_rank, qk_rope_head_dim):
-    """Also half a column block of rotary columns, and what a CTA of a pair receives where queries are smaller."""
+    """Also half a column block of rotary columns, and pairs where queries are smaller."""
     case = e4m3_case([300, 70], d_c=kv_lora_rank, d_rope=qk_rope_head_dim)
     for num_ctas in (2, 4):
         assert_near(case, run(decoder(case, "hopper", num_ctas, two_term_blocks=2), case), ONE_TERM)
@@ -82,9 +82,7 @@ def test_other_latents(decoder, kv_lora_rank, qk_rope_head_dim):
 def test_batch_invariance(decoder):
     sizes = {"num_heads": 40, "page_size": 64, "kv_dtype": E4M3, "device": "cpu"}
     case = make_case([300, 40, 0, 201], [2, 1, 3, 1], **sizes)
-    assert_alone_as_together(
-        decoder(case, "hopper", 4, batch_invariant=True, two_term_blocks=DEFAULT), case
-    )
+    assert_alone_as_together(decoder(case, "hopper", 4, batch_invariant=True, two_term_blocks=DEFAULT), case)
 
 
 @pytest.mark.parametrize("num_heads", [40, 80])
@@ -123,7 +121,7 @@ def test_attention_sinks_of_a_long_context(decoder, sinks, gap):
 
 @pytest.mark.parametrize("sharpness", [0.1, 3.0])
 def test_flat_and_sharp_softmax(decoder, sharpness):
-    """With all terms: errors of single ones grow with the scores. Those of probabilities are largest where flat."""
+    """With all terms: errors of single ones grow with the scores."""
     case = e4m3_case([400, 390])
     case.scale *= sharpness
     out, _ = run(decoder(case, "hopper", 3, two_term_blocks=TWO_TERMS), case)
@@ -214,14 +212,22 @@ def test_random_geometry(decoder, seed):
 @pytest.mark.parametrize(
     "file, before, after",
     [
-        ("kernel", "if (smem.weights.rescales[buffer]) rescale(buffer);", ""),
-        ("kernel", "half * 4 * C::kTokenGroupBytes", "0"),
-        ("scorer", "(b + C::kTwoTermBlocks) * kTermBytes + column), true", "b * kTermBytes + column), true"),
-        ("scorer", "fall ? kFall : 0.f", "0.f"),
-        ("scorer", "kHeadroom = 7.f, kStaleBound = 1.75f", "kHeadroom = 0.f, kStaleBound = 8.75f"),
-        ("scorer", "refreshes = first || fall || sync_any(exceeds(s))", "refreshes = first || fall"),
-        ("scorer", "smem.scorer.hidden[0]", "-1000"),
-        ("../transposed_stage", "make_uint4(0, 0, 0, 0);", "make_uint4(~0u, 0, 0, 0);"),
+        ("kernel", "if (tile != smem.progress.first_tile) rescale();", ""),
+        (
+            "values",
+            "load_matrices_transposed(words[1], values + 4 * C::kTokenGroupBytes)",
+            "load_matrices_transposed(words[1], values)",
+        ),
+        (
+            "keys_e4m3_products",
+            "(b + C::kTwoTermBlocks) * kTermBytes + column), true",
+            "b * kTermBytes + column), true",
+        ),
+        ("kernel", "fall ? Weights::kFall : 0.f", "0.f"),
+        ("keys_e4m3_products", "kHeadroom = 5.f", "kHeadroom = -4.f"),
+        ("keys_e4m3_products", "kLargest = 447.f", "kLargest = 1e30f"),
+        ("kernel", "smem.softmax.hidden[0]", "-1000"),
+        ("values", "make_uint4(0, 0, 0, 0);", "make_uint4(~0u, 0, 0, 0);"),
     ],
     ids=[
         "outputs relative to older maxima",
@@ -235,7 +241,7 @@ def test_random_geometry(decoder, seed):
     ],
 )
 def test_faults_are_seen(decoder, tmp_path, file, before, after):
-    root = sources(tmp_path / "csrc", [(f"decode/hopper/many_rows_fp8_products/{file}.cuh", before, after)])
+    root = sources(tmp_path / "csrc", [(f"decode/hopper/many_rows_fp8/{file}.cuh", before, after)])
     cases = [
         e4m3_case([300, 70, 9]),
         make_sink_case(3000, [0], 12.0, num_heads=40, page_size=64, kv_dtype=E4M3, device="cpu"),

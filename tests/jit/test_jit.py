@@ -237,10 +237,8 @@ def test_builds_are_counted(monkeypatch):
     monkeypatch.setattr(builder.metrics, "count_build", lambda *args, failed: counted.append((*args, failed)))
     broken = KernelVariant("broken", "int f() { return undeclared; }\n", "80")
     results = [result for _ in range(2) for result in build([tiny(46), broken])]
-    of_compilers = [
-        (("80", result.seconds), result.error is not None) for result in results if result.seconds
-    ]
-    assert sorted(counted) == sorted(of_compilers) and len(counted) == 3
+    built = [("80", result.seconds, result.error is not None) for result in results if result.seconds]
+    assert sorted(counted) == sorted(built) and len(counted) == 3
 
 
 def test_what_a_failed_compiler_leaves_is_no_kernel(tmp_path, monkeypatch):

@@ -131,3 +131,27 @@ def without_rotary_part(folder: Path) -> tuple[Path, Path]:
             query = torch.cat([weight.view(heads, d_nope, -1), rotary], dim=1).flatten(0, 1)
             padded[name] = query * ((d_nope + 64) / d_nope) ** 0.5  # the scale of scores falls with the width
     return ours, write(folder / "huggingface", config | {"qk_rope_head_dim": 64}, padded)
+
+
+def ling_3(folder: Path) -> tuple[Path, Path]:
+    """Ling-3's layers with latent attention and use_mla_nope; those with linear attention are left out.
+
+    Returns:
+        the checkpoint for SGLang, and for HuggingFace the same model as one of DeepSeek's.
+    """
+    plain, theirs = without_rotary_part(folder / "deepseek")
+    config = json.loads((plain / "config.json").read_text())
+    own = {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "use_mla_nope": True,
+        "layer_group_size": 1,  # every layer has latent attention
+        "short_conv_kernel_size": 4,
+        "num_experts": 1,  # none
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+
+    def rename(name: str) -> str:
+        return name.replace("self_attn", "attention").replace("embed_tokens", "word_embeddings")
+
+    return write(folder / "ling", config | own, weights_of(config), rename), theirs

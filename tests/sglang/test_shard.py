@@ -85,6 +85,7 @@ def backend_of(rank, batch, latent_cache):
     ours = object.__new__(attention_backend.SglangMLABackend)
     ours._shard, ours._draft_step = shard.current_shard(), None
     ours._kv_scale, ours._is_draft, ours._num_draft_tokens = None, False, 0
+    ours._query_scaling = None
     ours.max_context_len, ours._page_size, ours._table = len(batch.table[0]), PAGE_SIZE, batch.table
     runner = types.SimpleNamespace(
         dtype=latent_cache.dtype,

@@ -124,6 +124,8 @@ def _huggingface_model(config: dict[str, Any]) -> torch.nn.Module:
     if config["rope_scaling"] is not None:
         its_own["rope_scaling"] = config["rope_scaling"] | {"type": "yarn"}
     known = AutoConfig.for_model(**config | its_own)
+    # To read a config of Kimi-K2, vLLM changes DeepSeek-V3's class, and transformers saves by this name.
+    type(known).model_type = its_own["model_type"]
     return AutoModelForCausalLM.from_config(known, dtype=torch.float32, attn_implementation="eager").eval()
 
 

@@ -56,12 +56,15 @@ class Model(NamedTuple):
 
 @torch.no_grad()
 def huggingface_tokens(path: Path) -> list[Expected]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
+    model = (
+        getattr(transformers, architecture)
+        .from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
     model.generation_config.eos_token_id = None  # engines are told to ignore the end of a text, too
     expected = []
     for text in PROMPTS:

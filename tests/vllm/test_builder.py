@@ -226,6 +226,30 @@ def test_a_draft_models_next_step_reads_its_new_lengths(decoder, impl):
     builder.update_draft_decode_metadata(SimpleNamespace(decode=None))  # a rank without requests
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_tokens_of_a_block_draft_see_the_whole_block(decoder, impl, is_causal):
+    """DSpark's and DFlash's batches, through vLLM's own builder; the last request is padding of a graph."""
+    cache, q = torch.randn(5, PAGE_SIZE, 48), torch.randn(9, 4, 48)
+    builder = builder_of(WHOLE)
+    builder.decoder, builder.reorder_batch_threshold = decoder, 4
+    vars(builder).update(device=torch.device("cpu"), non_causal_multi_token_decode=True, dcp_world_size=1)
+    builder.use_pcp, builder.metadata_cls = False, metadata_module.Metadata
+    builder.model_config = SimpleNamespace(get_head_size=lambda: 48)
+    batch = replace(vllm_batch([3, 3, 0], [40, 3, 0]), num_actual_tokens=9, causal=is_causal)
+    batch.block_table_tensor = torch.tensor([[3, 1, 0, 0], [4, 0, 0, 0], [0] * 4], dtype=torch.int32)
+    metadata = builder.build(0, batch)
+    assert (metadata.num_decodes, metadata.causal) == (3, is_causal)
+    actual = impl.forward_mqa(q, cache, metadata, LAYER)
+    keys = cache[[3, 1]].flatten(0, 1)[:40, None], cache[4, :3, None]
+    each = [
+        dense_attention(rows, k, k[..., :32], 0.1, causal=is_causal)
+        for rows, k in zip(q[:6].split(3), keys, strict=True)
+    ]
+    expected = [torch.cat(parts) for parts in zip(*each, strict=True)]
+    assert_attention_close(tuple(values[:6] for values in actual), expected, torch.float32)
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 3, 2]], ids=str)
 def test_queries_may_come_in_one_tensor(decoder, impl, query_lens):
     """Kimi-K3 passes q_nope and q_rope in one tensor, other models as a pair; the result is the same."""

@@ -204,6 +204,13 @@ def test_a_compiled_graph_sees_rotated_queries(backend):
     close(layer.kv_cache.view(20, -1)[5:8], torch.cat([kv_c, k_rope], 1))
 
 
+def test_the_op_does_what_it_declares():
+    """That it changes the queries, and nothing else; and shapes and dtypes of its results."""
+    layer, given = layer_of(), arguments(3)
+    with step(layer, torch.tensor([5, 6, 7])):
+        torch.library.opcheck(OP, tuple(given.values()), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_vllm_runs_the_op_between_compiled_pieces():
     """Once `_fuse` has added its name to those at which vLLM splits graphs."""
     layer, given, pieces = layer_of(), arguments(3), []
@@ -441,6 +448,20 @@ def test_on_a_gpu_graphs_must_be_split_at_attention(
     assert reasons(layer, config) == ([] if is_fused else ["the compiled graph is not split at attention"])
 
 
+@pytest.mark.parametrize("lora", [None, object()], ids=["fused", "not fused"])
+def test_vllm_is_told_where_to_split(given_layer, lora):
+    layer, config = given_layer
+    attention = layer.mla_attn
+    vars(attention).update(_modules={}, impl=MLAImpl.__new__(MLAImpl))
+    config.lora_config, config.compilation_config.mode = lora, CompilationMode.VLLM_COMPILE
+    config.compilation_config.splitting_ops = [fused_append._ATTENTION_OP]
+    assert [fused_append._fuse(layer) for _ in range(2)] == [lora is None] * 2
+    added = ["mla_backend::normalize_rotate_append"] * (lora is None)
+    assert config.compilation_config.splitting_ops == [fused_append._ATTENTION_OP, *added]
+    assert attention.impl.why_not_fused == (None if lora is None else "with LoRA adapters")
+    assert isinstance(attention.impl.fused_append, FusedAppend if lora is None else type(None))
+
+
 @pytest.mark.parametrize(
     "dtype, capability, unavailable, reason",
     [
@@ -454,6 +475,12 @@ def test_on_a_gpu_there_must_be_a_kernel(monkeypatch, dtype, capability, unavail
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(fused_append.jit, "why_unavailable", lambda variants: unavailable)
     assert fused_append._why_without_kernel.__wrapped__(dtype) == reason
+
+
+def test_a_layer_without_a_kernel_keeps_vllms_way(given_layer, monkeypatch):
+    monkeypatch.setattr(fused_append, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(fused_append, "_why_without_kernel", lambda dtype: f"none for {dtype}")
+    assert reasons(*given_layer) == ["none for torch.float32"]
 
 
 STOCK = MultiHeadLatentAttentionWrapper.forward

@@ -23,6 +23,7 @@ from mla_backend.models import FAMILIES
 from mla_backend_vllm import selection_name
 from tests.support.block_fp8 import block_fp8_checkpoint
 from tests.support.greedy import NEAR_TIE, Sequence, assert_equal_up_to_near_ties, mean_deviation
+from tests.support.mistral import in_mistrals_class
 from tests.support.modelopt import modelopt_checkpoint
 from tests.support.small_models import know_config, make_small_checkpoint
 from tests.support.vllm_rank_pair import generate_on_ranks
@@ -153,6 +154,41 @@ def test_tokens_of_most_served_families_equal_the_stock_backend(start_engine, tm
     stock = stock_tokens(path, engine["dtype"])
     used = paths_to_the_tokens(start_engine(path, attention_backend=NAME, **engine), stock, engine["dtype"])
     assert {"absorbed_decode", "vanilla_prefill"} <= used
+
+
+def test_tokens_of_mistral_small_4_equal_the_stock_backend(start_engine, dense_path, stock_tokens, tmp_path):
+    """Latents of 256 + 64, and queries scaled by a factor of the position."""
+    path = in_mistrals_class(dense_path("mistral-small-4", "--heads", "32"), tmp_path / "model")
+    engine = options(**GRAPHS)
+    stock = stock_tokens(path, engine["dtype"])
+    used = paths_to_the_tokens(start_engine(path, attention_backend=NAME, **engine), stock, engine["dtype"])
+    assert {"absorbed_decode", "vanilla_prefill"} <= used
+
+
+@pytest.mark.parametrize(
+    "architecture, changes",
+    [("mistral-small-4", {}), ("kimi-linear", {}), ("kimi-linear", {"max_num_batched_tokens": 1024})],
+    ids=["mistral-small-4", "kimi-linear", "kimi-linear, chunks of 1024"],
+)
+def test_e4m3_caches_of_mistral_small_4_and_kimi_linear(
+    start_engine, dense_path, tmp_path, architecture, changes
+):
+    """Compared with 16 bits: vLLM has no backend for these on Hopper, or none that is fast."""
+    if architecture == "kimi-linear":
+        pytest.importorskip("vllm.models.kimi_k3.nvidia.mla")
+    path = dense_path(architecture)
+    if architecture == "mistral-small-4":
+        path = in_mistrals_class(path, tmp_path / "model")
+    made = {}
+    for kv_cache_dtype in ("bfloat16", "fp8"):
+        engine = options(**GRAPHS, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, **changes)
+        llm = start_engine(path, attention_backend=NAME, **engine)
+        made[kv_cache_dtype] = generate(llm, prompts()[: max(BATCHES)])
+        cached = generate(llm, prompts()[: max(BATCHES)])
+        del llm
+    for what, texts in (("new", made["fp8"]), ("cached", cached)):
+        deviation = mean_deviation(texts, made["bfloat16"], f"{architecture} e4m3, {what}")
+        assert deviation < NEAR_TIE["bfloat16"] / 2
 
 
 @pytest.mark.parametrize("architecture", ["deepseek-v2", "deepseek-v3.2"])

@@ -13,15 +13,19 @@ pytestmark = pytest.mark.smoke
 
 
 @pytest.mark.parametrize(
-    "own, parameter",
-    [({}, "self_attn.mla_attn.mla_attn.k_scale"), ({"o_proj": None}, "self_attn.k_scale")],
-    ids=["layer in a wrapper", "layer with its own projections"],
+    "layer, own, parameter",
+    [
+        ("self_attn.attn", {}, "self_attn.mla_attn.mla_attn.k_scale"),
+        ("self_attn.attn", {"o_proj": None}, "self_attn.k_scale"),
+        ("self_attn", {"o_proj": None}, "self_attn.k_scale"),
+    ],
+    ids=["layer in a wrapper", "layer with its own projections", "Kimi-K3"],
 )
-def test_a_scale_gets_the_name_of_its_layers_parameter(own, parameter):
+def test_a_scale_gets_the_name_of_its_layers_parameter(layer, own, parameter):
     ours, other = "model.layers.0.self_attn", "model.layers.1.self_attn"
     layers = {
-        f"{ours}.attn": SimpleNamespace(impl="ours", **own),
-        f"{other}.attn": SimpleNamespace(impl="other"),
+        f"model.layers.0.{layer}": SimpleNamespace(impl="ours", **own),
+        f"model.layers.1.{layer}": SimpleNamespace(impl="other"),
     }
     vllms = WeightsMapper(orig_to_new_regex={re.compile(r"\.k_proj\.k_scale$"): ".attn.k_scale"})
     quantization = SimpleNamespace(get_cache_scale_mapper=lambda: vllms)

@@ -72,6 +72,7 @@ def vllm_log(monkeypatch):
         *({"kv_cache_dtype": name} for name in ("fp8", "fp8_e4m3", "fp8_ds_mla")),
         {"kv_cache_dtype": "fp8", "head_size": 288, "dtype": torch.float16},
         {"use_batch_invariant": True},
+        pytest.param({"use_non_causal": True}, marks=pytest.mark.newest),
         *({"block_size": size} for size in (16, 32, 64, 128)),
     ],
     ids=str,
@@ -93,7 +94,6 @@ REFUSED = {
     "no indexer for sparse attention": {"use_sparse": True},
     "sink": {"has_sink": True},
     "sliding window": {"has_sliding_window": True},
-    "non-causal attention not supported: leave": {"use_non_causal": True},
     "context parallelism of prefill (PCP)": {"use_pcp": True},
     "attention type encoder": {"attn_type": "encoder"},
     "leave enable_adaptive_verification out": {"use_adaptive_verification": True},
@@ -281,14 +281,11 @@ def test_a_layer_refuses_again_what_its_selection_refuses(deepseek_path, monkeyp
     from mla_backend_vllm.impl import MLAImpl
 
     config = EngineArgs(str(deepseek_path), attention_backend=NAME).create_engine_config()
-    of_e4m3, of_records = (_layer() | {"kv_cache_dtype": name} for name in ("fp8", "fp8_ds_mla"))
     with set_current_vllm_config(config):
-        MLAImpl(**of_e4m3)
-        kimi = property(lambda model: "KimiK3ForConditionalGeneration")
-        monkeypatch.setattr(type(config.model_config), "architecture", kimi)
-        MLAImpl(**of_records)
-        with pytest.raises(UnsupportedError, match="vLLM's Kimi-K3 and Kimi-Linear need prefill in fp8"):
-            MLAImpl(**of_e4m3)
+        MLAImpl(**_layer())
+        monkeypatch.setattr(config.model_config.hf_text_config, "learnable_sink", True, raising=False)
+        with pytest.raises(UnsupportedError, match="attention sinks"):
+            MLAImpl(**_layer())
 
 
 def test_a_layer_refuses_again_a_connector_that_does_not_see_ranks(divided):
@@ -432,23 +429,17 @@ def test_prefill_in_fp8_that_reads_context_without_its_scale_is_refused(deepseek
     assert "leave it out of --attention-config" in reasons(config, E4M3)
 
 
-@pytest.mark.parametrize("architecture", ["KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"])
-def test_layers_of_kimi_k3_with_one_scale_for_the_cache_are_refused(deepseek_path, monkeypatch, architecture):
-    from mla_backend.cache_format import E4M3, RECORD_656
-
-    config = EngineArgs(str(deepseek_path)).create_engine_config()
-    assert not reasons(config, E4M3)
-    monkeypatch.setattr(type(config.model_config), "architecture", architecture)
-    assert not reasons(config, RECORD_656)
-    assert "use --kv-cache-dtype fp8_ds_mla or bfloat16" in reasons(config, E4M3)
-
-
 @pytest.mark.parametrize(
     "owner, option, value, reason",
     [
         ("parallel_config", "enable_elastic_ep", True, "leave --enable-elastic-ep off"),
         ("cache_config", "calculate_kv_scales", True, "leave --calculate-kv-scales off"),
-        ("model_config.hf_text_config", "learnable_sink", True, "does not implement attention sinks"),
+        (
+            "model_config.hf_text_config",
+            "learnable_sink",
+            True,
+            "attention sinks, .* for sparse attention alone",
+        ),
     ],
 )
 def test_configurations_that_vllm_does_not_check_are_refused_at_selection(
@@ -722,12 +713,18 @@ def test_selected_on_cuda(cuda_platform, capability):
 
 def test_sparse_layers_on_cuda(cuda_platform):
     assert select(OURS, cuda_platform(9, 0), use_sparse=True) == SPARSE_PATH
-    assert select(OURS, cuda_platform(9, 0), use_sparse=True, block_size=64) == SPARSE_PATH
+    for block_size in (64, 256):
+        assert select(OURS, cuda_platform(9, 0), use_sparse=True, block_size=block_size) == SPARSE_PATH
+    for head_size, kv_cache_dtype in ((512, "auto"), (512, "fp8")):  # GLM-5.3-Flash
+        latents = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype}
+        assert select(OURS, cuda_platform(9, 0), use_sparse=True, **latents) == SPARSE_PATH
+    assert select(OURS, cuda_platform(9, 0), use_sparse=True, has_sink=True) == SPARSE_PATH
     refused = {
         "DeepGEMM.* needs compute capability 9.0": ((8, 0), {}),
         "--kv-cache-dtype bfloat16": ((9, 0), {"kv_cache_dtype": "fp8_e5m2"}),
         "pages of 16 tokens are not supported: .*of 64 with sparse attention": ((9, 0), {"block_size": 16}),
         "leave VLLM_BATCH_INVARIANT unset": ((9, 0), {"use_batch_invariant": True}),
+        "non-causal attention not supported: leave this draft": ((9, 0), {"use_non_causal": True}),
     }
     for reason, (capability, changes) in refused.items():
         with pytest.raises(ValueError, match=reason):
@@ -768,7 +765,6 @@ def test_variants_of_sparse_attention_that_are_not_implemented_are_refused(
 ):
     config = EngineArgs(str(deepseek_path)).create_engine_config()
     variants = {
-        "pooled keys in the indexer": (config.model_config.hf_text_config, "index_kpool", 4),
         "leave hisparse_config out of": (config.attention_config, "hisparse_config", object()),
     }
     with set_current_vllm_config(config):
@@ -855,7 +851,7 @@ NOT_SERVED = {
         "kv_cache_dtype": "fp8_ds_mla",
         "dtype": torch.float16,
     },
-    "latent rows of 512 + 64, 256 + 32, 256 + 64 or 512 + 32": {"head_size": 321},
+    "latent rows of 512 + 64, 256 + 32, 256 + 64, 512 + 0, 512 + 32 or 256 + 0": {"head_size": 321},
     "have 288, but the command line": {"kv_cache_dtype": "fp8_ds_mla", "head_size": 288},
     NO_COMPILER: {},
 }

@@ -16,7 +16,7 @@ from mla_backend.cache_format import E4M3, RECORD_656, cache_format, dequantize,
 from mla_backend_vllm import refusals, sparse, sparse_step
 from mla_backend_vllm.sparse import SparseImpl, SparseMetadataBuilder, leave_out_absorbed_weights
 from mla_backend_vllm.sparse import sparse_mla_attention as vllm_sparse
-from mla_backend_vllm.sparse_step import CopiedPrompts, SparseStep
+from mla_backend_vllm.sparse_step import MOST_HEADS_ON_RECORDS, CopiedPrompts, SparseStep, specs_of
 from tests.support.mla_oracle import assert_attention_close, dense_attention
 
 VllmBuilder = vllm_sparse.SparseMLACommonMetadataBuilder
@@ -25,40 +25,45 @@ PAGE_SIZE, TOPK, HEADS, D_C, D_ROPE = 64, 128, 2, 16, 8
 DECODE_TOKENS = 3  # requests with more are prompts to vLLM
 
 
-def decoder(rows, dims=(D_C, D_ROPE), kv_dtype=None):
+def decoder(rows, dims=(D_C, D_ROPE), kv_dtype=None, page_size=PAGE_SIZE):
     sizes = {"num_heads": HEADS, "kv_lora_rank": dims[0], "qk_rope_head_dim": dims[1]}
-    sizes |= {"page_size": PAGE_SIZE, "dtype": torch.float32, "kv_dtype": kv_dtype}
+    sizes |= {"page_size": page_size, "dtype": torch.float32, "kv_dtype": kv_dtype}
     return MLADecoder(**sizes, table_kind=TableKind.LIST, device="cpu", max_batch=rows)
 
 
 class Step:
     """A batch of vLLM's, the keys of its requests, and what the indexer wrote for each of its tokens."""
 
-    def __init__(self, query_lens, seq_lens, padding=0, seed=0, dims=(D_C, D_ROPE)):
+    def __init__(
+        self, query_lens, seq_lens, padding=0, seed=0, dims=(D_C, D_ROPE), page_size=PAGE_SIZE, pool=1
+    ):
         generator = torch.Generator().manual_seed(seed)
         self.dims, width = dims, sum(dims)
         self.tokens = sum(query_lens)
-        pages = [-(-n // PAGE_SIZE) for n in seq_lens]
+        pages = [-(-n // page_size) for n in seq_lens]
         order = torch.randperm(sum(pages) + 1, generator=generator).int()
-        self.cache = torch.full((sum(pages) + 1, PAGE_SIZE, width), float("nan"))
+        self.cache = torch.full((sum(pages) + 1, page_size, width), float("nan"))
         table = torch.zeros(len(seq_lens), max([1, *pages]) + 1, dtype=torch.int32)
         self.keys = [torch.randn(n, width, generator=generator) for n in seq_lens]
         for request, keys in enumerate(self.keys):
             first = sum(pages[:request])
             table[request, : pages[request]] = order[first : first + pages[request]]
             for position, key in enumerate(keys):
-                self.cache[table[request, position // PAGE_SIZE], position % PAGE_SIZE] = key
+                self.cache[table[request, position // page_size], position % page_size] = key
         self.requests = [i for i, n in enumerate(query_lens) for _ in range(n)]
         self.num_keys = [
             seq - n + i + 1 for n, seq in zip(query_lens, seq_lens, strict=True) for i in range(n)
         ]
         # Stale positions lie behind the tokens of the batch.
-        self.topk = torch.randint(0, 1 << 20, (self.tokens + padding + 3, TOPK), generator=generator).int()
+        self.pool, columns = pool, TOPK if pool == 1 else 2 * TOPK
+        self.topk = torch.randint(0, 1 << 20, (self.tokens + padding + 3, columns), generator=generator).int()
         self.topk[:, ::2] %= 4  # of which some exist
         for row, count in zip(self.topk, self.num_keys, strict=False):
             row.fill_(-1)
-            chosen = torch.randperm(count, generator=generator)[:TOPK]
+            pools = torch.randperm(count // pool, generator=generator)[: TOPK // pool]
+            chosen = (pools[:, None] * pool + torch.arange(pool)).flatten()
             row[: len(chosen)] = chosen
+            row[TOPK : TOPK + count % pool] = torch.arange(count - count % pool, count)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         decodes = sum(n <= DECODE_TOKENS for n in query_lens)
         self.metadata = {
@@ -80,6 +85,7 @@ class Step:
         builder = self.builder = SparseMetadataBuilder.__new__(SparseMetadataBuilder)
         builder.decoder, builder.topk_tokens, builder.layer_names = decoder, TOPK, ["model.layer"]
         builder._buffer_pages, builder._copy_decoders = buffer_pages, copy_decoders
+        builder._pool = self.pool
         builder._lengths = torch.full((decoder.spec.max_batch,), 7, dtype=torch.int32)
         monkeypatch.setattr(VllmBuilder, "build", lambda *_: SimpleNamespace(parts=[], **self.metadata))
         made = self.metadata
@@ -188,12 +194,77 @@ def test_fp8_caches(monkeypatch, kv_format, dims):
     assert_attention_close(actual, step.expected(), torch.float32)
 
 
+@pytest.mark.parametrize("kv_format", [None, E4M3], ids=["16 bits", "e4m3"])
+@pytest.mark.parametrize(
+    "query_lens, seq_lens, padding",
+    [
+        ([1, 1, 1, 1], [303, 129, 128, 3], 0),  # tails of 3, 1 and no keys, and no pool at all
+        ([1, 1, 0], [303, 5, 0], 1),
+        ([3, 3], [303, 131], 0),
+        ([1, 3, 40, 150], [500, 7, 240, 150], 0),
+    ],
+    ids=["decode", "padded", "drafts", "mixed"],
+)
+def test_pools_of_keys_and_a_tail_of_latents_without_rotation(
+    monkeypatch, query_lens, seq_lens, padding, kv_format
+):
+    """GLM-5.3-Flash's lists: a tail lies behind the places of all pools, also if there are fewer."""
+    dims = (D_C, 0)
+    step = Step(query_lens, seq_lens, padding, dims=dims, page_size=2 * PAGE_SIZE, pool=4)
+    scale = None if kv_format is None else LAYER._k_scale
+    if kv_format is not None:
+        step.quantize(kv_format, scale)
+    kv_dtype = torch.float32 if kv_format is None else kv_format.name
+    metadata = step.built(monkeypatch, decoder(256, dims, kv_dtype, 2 * PAGE_SIZE))
+    actual = impl(step.topk, dims, kv_dtype).forward_mqa(step.q, step.cache, metadata, LAYER)
+    out, lse = (values[: step.tokens] for values in actual)
+    assert_attention_close((out, lse), step.expected(), torch.float32)
+
+
+def test_on_a_gpu_vllms_kernel_moves_keys_of_pools_to_the_front(monkeypatch):
+    """It does if it is to count them. Without pools it need not."""
+    asked = []
+
+    def convert(requests, table, positions, *, return_valid_counts=False, **sizes):
+        asked.append((return_valid_counts, sizes))
+        return ("slots", "counts") if return_valid_counts else "slots"
+
+    class Positions:
+        device, shape = torch.device("cuda"), (1, 256)
+
+        def __len__(self):
+            return 1
+
+    monkeypatch.setattr(sparse_step, "triton_convert_req_index_to_global_index", convert)
+    one, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    for has_pools in (False, True):
+        step = SparseStep(decoder(1, page_size=128), slice(0, 1), one, one, table, has_pools=has_pools)
+        assert step.slots(Positions()) == "slots"
+    sizes = {"BLOCK_SIZE": 128, "NUM_TOPK_TOKENS": 256}
+    assert asked == [(False, sizes), (True, sizes)]
+
+
+@pytest.mark.parametrize("learned", [[0.5, -1.0], [float("-inf"), 3.0]], ids=str)
+def test_sinks_count_as_keys_without_values(monkeypatch, learned):
+    """They are loaded behind the construction of their layer, as a parameter."""
+    step = Step([1, 3, 40], [5, 300, 90])
+    metadata = step.built(monkeypatch, decoder(256))
+    attention = impl(step.topk)
+    attention.sinks = torch.nn.Parameter(torch.zeros(HEADS))
+    attention.sinks.data.copy_(torch.tensor(learned))
+    out, lse = attention.forward_mqa(step.q, step.cache, metadata, LAYER)
+    expected_out, expected_lse = step.expected()
+    with_sinks = torch.logaddexp(expected_lse.double(), torch.tensor(learned).double())
+    expected_out = expected_out * (expected_lse - with_sinks).exp().unsqueeze(-1)
+    assert_attention_close((out, lse), (expected_out, with_sinks), torch.float32)
+
+
 def dequantize_pages(cache, rows, table, starts, count):
-    """What vLLM's kernel does that copies records: a request's pages to the rows from its start on."""
+    """What vLLM's kernel does that copies records: a request's tokens to the rows from its start on."""
     assert len(table) == len(starts) == count
     for pages, start, end in zip(table, starts.tolist(), [*starts.tolist()[1:], len(rows)], strict=True):
-        stored = cache[pages[: (end - start) // PAGE_SIZE].long()].flatten(0, 1)
-        rows[start:end] = dequantize(stored, dtype=rows.dtype)
+        stored = cache[pages[: -(-(end - start) // cache.shape[1])].long()].flatten(0, 1)
+        rows[start:end] = dequantize(stored[: end - start], dtype=rows.dtype)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +275,18 @@ def dequantize_pages(cache, rows, table, starts, count):
     ],
     ids=["two parts", "prompts alone"],
 )
-def test_prompts_attend_to_copies_of_records(monkeypatch, query_lens, seq_lens, stored, copied):
-    step, dims = Step(query_lens, seq_lens, dims=(512, 64)), (512, 64)
+@pytest.mark.parametrize("page_size, pool", [(PAGE_SIZE, 1), (2 * PAGE_SIZE, 4)], ids=str)
+def test_prompts_attend_to_copies_of_records(
+    monkeypatch, query_lens, seq_lens, stored, copied, page_size, pool
+):
+    dims = (512, 64)
+    step = Step(query_lens, seq_lens, dims=dims, page_size=page_size, pool=pool)
     step.quantize(RECORD_656, None)
-    of_records, of_copies = decoder(256, dims, RECORD_656.name), decoder(256, dims)
+    of_records, copies = specs_of(
+        replace(decoder(256, dims, RECORD_656.name, page_size).spec, num_heads=MOST_HEADS_ON_RECORDS + 1)
+    )
+    assert copies.page_size == PAGE_SIZE and of_records.page_size == page_size
+    of_records, of_copies = decoder(256, dims, RECORD_656.name, page_size), decoder(256, dims)
     metadata = step.built(monkeypatch, of_records, of_copies, buffer_pages=5)
     parts = {of_records: [], of_copies: []}
     for part in metadata.parts:
@@ -376,9 +455,15 @@ def test_layer_options_are_refused(model_config, monkeypatch):
     assert layer.geometry.kv_lora_rank == 512 and layer.buffer_pages == 0
     with pytest.raises(UnsupportedError, match="logits_soft_cap"):
         layer_of(topk, logits_soft_cap=30.0)
+    # HY-V4 keeps vLLM from regular prefill.
+    sinks = torch.nn.Parameter(torch.zeros(HEADS))
+    with pytest.raises(UnsupportedError, match="leave attention sinks out of regular prefill"):
+        layer_of(topk, sinks=sinks)
+    monkeypatch.setattr(model_config.attention_config, "sparse_mla_force_mqa", True, raising=False)
+    assert layer_of(topk, sinks=sinks).sinks is sinks
     # vLLM selects once for engines that follow each other in a process.
-    monkeypatch.setattr(model_config.model_config.hf_text_config, "index_kpool", 4, raising=False)
-    with pytest.raises(UnsupportedError, match="pooled keys in the indexer"):
+    monkeypatch.setattr(model_config.attention_config, "hisparse_config", object(), raising=False)
+    with pytest.raises(UnsupportedError, match="HiSparse"):
         layer_of(topk)
 
 

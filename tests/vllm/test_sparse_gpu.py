@@ -15,6 +15,7 @@ import torch
 from make_checkpoint import make_checkpoint
 from mla_backend import counters
 from mla_backend_vllm import selection_name
+from mla_backend_vllm.sparse import SparseImpl
 from mla_backend_vllm.sparse_step import CopiedPrompts
 from tests.support.greedy import NEAR_TIE, mean_deviation
 from tests.support.vllm_workload import GRAPHS, around_sleep, generate, options, prompts
@@ -181,3 +182,84 @@ def test_separate_prefill_and_decode_servers(servers, checkpoint, stock_tokens, 
     made = servers.generate(prompts()[:BATCH])
     assert mean_deviation(made.sequences, expected, changes) <= most
     assert sum(made.query_tokens.values()) < sum(map(len, prompts()[:BATCH]))
+
+
+GLM_TOPK, POOL = 512, 16
+
+
+@pytest.fixture(scope="module")
+def glm_path(tmp_path_factory):
+    """A function from a number of heads to a config of GLM-5.3-Flash's form, one layer in two being linear.
+
+    With the residual of other models, and without experts: only the attention is meant. There are no weights.
+    """
+    pytest.importorskip("vllm.models.glm5next")
+
+    @functools.cache
+    def make(heads):
+        path = make_checkpoint(
+            str(tmp_path_factory.mktemp("glm")), "--config-only", "--context-length", "16384"
+        )
+        kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+        config = json.loads((path / "config.json").read_text())
+        config = {name: config[name] for name in kept} | {"torch_dtype": "bfloat16", "hidden_act": "silu"}
+        config |= {"architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text", "mhc": False}
+        config |= {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "kv_lora_rank": 512}
+        config |= {"q_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256}
+        config |= {"mla_use_nope": True, "index_topk": GLM_TOPK, "index_kpool": POOL, "index_n_heads": 32}
+        config |= {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense"] * 4,
+        }
+        config["linear_attn_config"] = {"head_dim": 128, "num_heads": 8, "short_conv_kernel_size": 4}
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    return make
+
+
+def assert_attends_to_its_list(layer_impl, q, cache, metadata, layer, actual, token):
+    """A token's output and LSE from the positions that the indexer wrote, in fp32."""
+    positions = layer_impl.topk_indices_buffer[token]
+    positions = positions[positions >= 0].long()
+    request = metadata.req_id_per_token[token].long()
+    first = metadata.query_start_loc[request]
+    keys_before = int(metadata.seq_lens[request] - metadata.query_start_loc[request + 1] + first)
+    context = keys_before + token - int(first) + 1
+    assert len(positions) == (context if context <= GLM_TOPK else GLM_TOPK + context % POOL)
+    pages = metadata.block_table[request, positions // cache.shape[1]].long()
+    keys = cache[pages, positions % cache.shape[1]].float()
+    if layer_impl.kv_format.takes_scale:
+        keys *= layer._k_scale
+    scores = torch.cat(layer_impl.split_queries(q), dim=-1)[token].float() @ keys.T * layer_impl.scale
+    out, lse = (values[token].float() for values in actual)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=5e-3)
+    expected = scores.softmax(-1) @ keys[:, :512]
+    assert (out - expected).norm() <= 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_lists_of_pools_in_glm_5_3_flash(start_engine, glm_path, monkeypatch, heads, kv_cache_dtype):
+    """Real lists of vLLM's indexer, in steps that mix short and long prompts, chunks and decode."""
+    checked, forward = [], SparseImpl.forward_mqa
+
+    def forward_mqa(layer_impl, q, cache, metadata, layer):
+        actual = forward(layer_impl, q, cache, metadata, layer)
+        for token in {0, len(actual[0]) // 2, len(actual[0]) - 1}:
+            if int(metadata.seq_lens[metadata.req_id_per_token[token].long()]) > 0 and cache.numel():
+                assert_attends_to_its_list(layer_impl, q, cache, metadata, layer, actual, token)
+                checked.append(len(actual[0]))
+        return actual
+
+    engine = {"kv_cache_dtype": kv_cache_dtype, "load_format": "dummy", "attention_backend": NAME}
+    with monkeypatch.context() as patch:
+        patch.setattr(SparseImpl, "forward_mqa", forward_mqa)
+        eager = sparse_options(enforce_eager=True, max_num_batched_tokens=2048, **engine)
+        eager_texts = generate(start_engine(glm_path(heads), **eager), prompts()[:BATCH])
+    assert max(checked) > BATCH >= min(checked), "there are to be prompts and decode steps"
+    graphs_texts = generate(
+        start_engine(glm_path(heads), **sparse_options(**GRAPHS, **engine)), prompts()[:BATCH]
+    )
+    assert mean_deviation(graphs_texts, eager_texts, "graphs") < NEAR_TIE["bfloat16"] / 10

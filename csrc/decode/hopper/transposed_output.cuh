@@ -56,7 +56,7 @@ struct TransposedOutput {
     // Masks the scores of a stage's tokens without keys.
     __device__ void mask_unnamed(float (&s)[kScores], int stage) const {
         uint32_t unnamed = t.rings.unnamed.of(stage, t.warp);
-        if (__builtin_expect(unnamed == 0, 1)) return;
+        if (unnamed == 0) return;
         unnamed = t.rings.unnamed.tokens_of_half(unnamed) >> t.lane / 4;
 #pragma unroll
         for (int i = 0; i < kScores; ++i)

@@ -44,6 +44,25 @@ def test_no_races(judge, family, num_heads, page_size, batch):
     judge(family, num_heads, page_size, *batch)
 
 
+# The largest m-blocks that few_rows has, and P, which lies elsewhere where keys have no rotary columns.
+@pytest.mark.parametrize(
+    "family, num_heads, page_size, latents, kv_dtype",
+    [
+        ("hopper", 32, 8, (256, 64), None),
+        ("hopper", 40, 1, (256, 64), None),
+        ("hopper", 40, 8, (256, 64), E4M3),
+        ("hopper", 16, 1, (512, 0), None),
+        ("hopper", 40, 8, (512, 0), None),
+        ("hopper", 40, 1, (512, 0), None),
+        ("hopper", 40, 8, (512, 0), E4M3),
+        ("portable", 16, 8, (256, 64), None),
+        ("portable", 40, 8, (512, 0), None),
+    ],
+)
+def test_no_races_with_other_latents(judge, family, num_heads, page_size, latents, kv_dtype):
+    judge(family, num_heads, page_size, *HALVES, latents=latents, kv_dtype=kv_dtype)
+
+
 def test_no_races_also_in_the_planner(judge, monkeypatch):
     monkeypatch.setattr(RaceCheckedModule, "not_watched", ("workspace", "resident"))
     judge("hopper", 16, 8, *SEVERAL)

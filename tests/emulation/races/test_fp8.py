@@ -52,38 +52,6 @@ def test_no_races_with_fp8_products(judge, num_heads, page_size, batch):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "page_size, file, line",
-    [
-        (8, "scorer", "        sync();  // all warps have used those of the last work tile\n"),
-        (8, "scorer", "        fence_async_proxy();\n        sync();\n"),
-        (8, "scorer", "        fence_async_proxy();\n        __syncwarp();  // lane 0 arrives for all lanes\n"),
-        (1, "scorer", "                if constexpr (!C::kTma) fence_async_proxy();\n"),
-        (8, "scorer", "        weights.free[buffer].wait(tile / C::kWeightBuffers % 2 ^ 1);\n"),
-        (8, "scorer", "        sync();  // every warp's maxima are written\n"),
-        (8, "scorer", "        smem.end.free.wait(work_index % 2 ^ 1);\n"),
-        (8, "kernel", "            smem.weights.full[buffer].wait(tile / C::kWeightBuffers % 2);\n"),
-        (8, "kernel", "        smem.end.full.wait(smem.progress.work_index % 2);\n"),
-    ],
-    ids=[
-        "queries overwritten while they are read",
-        "queries that tensor cores do not see",
-        "probabilities that tensor cores do not see",
-        "keys that tensor cores do not see",
-        "probabilities overwritten while they are read",
-        "maxima that are not there yet",
-        "sums overwritten while they are read",
-        "probabilities that are not there yet",
-        "sums that are not there yet",
-    ],
-)
-def test_a_missing_barrier_with_fp8_products_is_seen(judge, page_size, file, line):
-    edit = (f"decode/hopper/many_rows_fp8_products/{file}.cuh", line, "")
-    with pytest.raises(Race):
-        judge("hopper", 40, page_size, [300, 70, 200], 1, edit, kv_dtype=E4M3, two_term_blocks=6)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
     "num_heads, page_size, file, line",
     [
         (16, 8, "few_rows/keys_e4m3", "        t.sync_consumers();\n"),
@@ -107,6 +75,28 @@ def test_a_missing_barrier_with_fp8_products_is_seen(judge, page_size, file, lin
 def test_a_missing_barrier_with_fp8_keys_is_seen(judge, num_heads, page_size, file, line):
     with pytest.raises(Race):
         judge("hopper", num_heads, page_size, *HALVES, (f"decode/hopper/{file}.cuh", line, ""), kv_dtype=E4M3)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "page_size, file, line",
+    [
+        (8, "keys_e4m3_products", "        t.sync_consumers();  // all have read the queries\n"),
+        (8, "kernel", "            fence_async_proxy();\n"),
+        (8, "kernel", "        smem.p_is_there[tile % 2].wait(tile / 2 % 2);\n"),
+        (1, "keys_e4m3_products", "                if constexpr (!C::kTma) fence_async_proxy();\n"),
+    ],
+    ids=[
+        "queries overwritten while they are read",
+        "probabilities that tensor cores do not see",
+        "probabilities that are not there yet",
+        "keys that tensor cores do not see",
+    ],
+)
+def test_a_missing_barrier_with_fp8_products_is_seen(judge, page_size, file, line):
+    edit = (f"decode/hopper/many_rows_fp8/{file}.cuh", line, "")
+    with pytest.raises(Race):
+        judge("hopper", 40, page_size, *HALVES, edit, kv_dtype=E4M3, two_term_blocks=6)
 
 
 @pytest.mark.faults

@@ -278,7 +278,7 @@ struct ManyRowsConsumer {
     // Computes P of this consumer's own tile and shares it with the other consumer. True if O must be rescaled.
     __device__ bool softmax(Scores& s, Probabilities& probabilities, float (&factor)[2], const WorkTile& work,
                             int tile_token, int least_limit, uint32_t tile, Unnamed unnamed) {
-        if (__builtin_expect(unnamed != 0, 0)) mask_unnamed(s, t.rings.unnamed.tokens(unnamed));
+        if (unnamed) mask_unnamed(s, t.rings.unnamed.tokens(unnamed));
         if constexpr (!C::kLists) mask(s, work, tile_token, least_limit);
         const bool refreshed = refresh_maximum(s, factor);
         const float base[2] = {finite(output.m[0]), finite(output.m[1])};

@@ -213,8 +213,8 @@ struct ManyRowsFp8Consumer {
         return t.rings.offsets[offset_buffer(smem.progress.work_index)].out[row] < 0 ? kNoRow : kNoKeys;
     }
 
-    // Refreshes the maxima with this tile's scores, and rescales O and l to them. `first`: of a work tile. `fall`: those
-    // in use are lowered first.
+    // Refreshes the maxima with this tile's scores, and rescales O and l to them. `first`: of a work tile. `fall`:
+    // those in use are lowered first.
     __device__ void refresh_maxima(const Scores& s, bool first, bool fall) {
         ++refreshes;
         Maxima<C>& before = maxima_before();

@@ -20,8 +20,8 @@ concept ManyRowsFp8Keys = requires(Keys keys, float (&s)[C::kRows / 2], float (&
     keys.prepare_queries(0.f);
     // S^T = K Q^T over a tile, as its keys arrive. `remaining` as in ManyRowsFp8Values::remaining_at_token.
     keys.scores(s, tile, remaining);
-    // O^T += V^T P^T over a tile, and releases it. Meanwhile, registers hold the scores of the next tile, unless the tile
-    // is this consumer's own.
+    // O^T += V^T P^T over a tile, and releases it. Meanwhile, registers hold the scores of the next tile, unless the
+    // tile is this consumer's own.
     keys.template accumulate<true>(o, tile);
     keys.template accumulate<false>(o, tile);
     // How P^T is stored and rounded: see ExactWeights.

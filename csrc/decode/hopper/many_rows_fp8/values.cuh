@@ -32,8 +32,8 @@ struct ProductMemory {
 // P^T of exact products: in fp16, relative to a maximum that may be stale.
 template <typename C>
 struct ExactWeights {
-    // How far below a row's maximum, in log2, the number is that P is relative to when the maximum is refreshed, and the
-    // largest sum of two weights until then.
+    // How far below a row's maximum, in log2, the number is that P is relative to when the maximum is refreshed, and
+    // the largest sum of two weights until then.
     static constexpr float kHeadroom = 0.f, kLargest = 1 << static_cast<int>(kStaleBound);
     // Whether the maximum may fall, and by how much.
     static constexpr bool kFalls = false;
