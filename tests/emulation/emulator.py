@@ -215,7 +215,7 @@ def run(implementation, case, causal=True, plan=None):
 
 
 def assert_right(case, out, lse, causal=True, tolerance=None, of_lse=None):
-    """Assert that results are right, up to a relative error, and an error of the LSE in nats: by default, those
+    """Assert that results are right, up to a relative error, and an error of the LSE in nats. By default, those
     of exact products."""
     expected_out, expected_lse = case.expected(causal)
     assert not out.isnan().any() and not lse.isnan().any()
