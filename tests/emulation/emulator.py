@@ -215,8 +215,8 @@ def run(implementation, case, causal=True, plan=None):
 
 
 def assert_right(case, out, lse, causal=True, tolerance=None, of_lse=None):
-    """Assert that results are right, up to a relative error, and an error of the LSE in nats. By default, those
-    of exact products."""
+    """Assert that results are right, up to a relative error, and an error of the LSE in nats. By default,
+    those of exact products."""
     expected_out, expected_lse = case.expected(causal)
     assert not out.isnan().any() and not lse.isnan().any()
     assert (error := relative_error(out, expected_out)) <= (tolerance or TOLERANCE[out.dtype]), error
