@@ -150,7 +150,7 @@ struct ManyRowsFp8KeysE4m3Products {
     // its scores have left their registers, two.
     template <bool kOwn>
     __device__ void accumulate(Blocks& o, uint32_t tile) {
-        constexpr int kSums = kOwn ? 2 : 1;
+        constexpr int kSums = 1;
         const uint64_t weights =
             uniform(make_descriptor(values.memory.weights[tile % 2], 128, Weights::kOctetBytes, Swizzle::kNone));
         float sums[kSums][kScores];
