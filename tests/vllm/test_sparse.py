@@ -462,7 +462,7 @@ def test_layer_options_are_refused(model_config, monkeypatch):
     monkeypatch.setattr(model_config.attention_config, "sparse_mla_force_mqa", True, raising=False)
     assert layer_of(topk, sinks=sinks).sinks is sinks
     # vLLM selects once for engines that follow each other in a process.
-    monkeypatch.setattr(model_config.attention_config, "hisparse_config", object(), raising=False)
+    monkeypatch.setattr(refusals, "reasons_against_indexer", lambda config: ["HiSparse"])
     with pytest.raises(UnsupportedError, match="HiSparse"):
         layer_of(topk)
 
