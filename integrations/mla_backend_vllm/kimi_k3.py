@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ def keep_in_16_bits(layer: Any) -> None:
         return
     if layer.rotary_emb is not None:
         return
-    ours = {"_forward_prefill_fused": _prefill, "_decode_concat_cache": _append_decode}
+    ours: dict[str, Callable[..., Any]] = {
+        "_forward_prefill_fused": _prefill,
+        "_decode_concat_cache": _append_decode,
+    }
     for name, function in ours.items():
         known = list(inspect.signature(function).parameters)[1:]
         method = getattr(layer, name, None)
