@@ -272,8 +272,9 @@ def dequantize_pages(cache, rows, table, starts, count):
     [
         ([1, 3, 40, 100, 20], [500, 300, 90, 240, 64], [(0, 4)], [(4, 44), (44, 164)]),
         ([30, 50], [130, 50], [], [(0, 80)]),
+        ([30], [320], [], [(0, 30)]),  # more pages in the buffer than the cache's table is wide
     ],
-    ids=["two parts", "prompts alone"],
+    ids=["two parts", "prompts alone", "the whole buffer"],
 )
 @pytest.mark.parametrize("page_size, pool", [(PAGE_SIZE, 1), (2 * PAGE_SIZE, 4)], ids=str)
 def test_prompts_attend_to_copies_of_records(
