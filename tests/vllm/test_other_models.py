@@ -47,12 +47,28 @@ def test_queries_scaled_by_a_factor_of_the_position(
     }
 
 
+def on_the_cpu(monkeypatch):
+    """Leave out of Kimi-Linear what only GPUs have, and keep the weight that vLLM's layers need on CPUs."""
+    from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
+
+    init = MultiHeadLatentAttention.__init__
+
+    def keeping_weight(layer, *args, **kwargs):
+        init(layer, *args, **kwargs)
+        layer.kv_b_proj._cpu_skip_gemm_dispatch = True  # as vLLM's MLAAttention does
+
+    monkeypatch.setattr(MultiHeadLatentAttention, "__init__", keeping_weight)
+    monkeypatch.setenv("VLLM_KIMI_K3_GEMM_AR", "0")
+    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
+
+
 @pytest.mark.newest
-def test_kimi_linear_with_an_e4m3_cache(start_engine, make_model):
+def test_kimi_linear_with_an_e4m3_cache(start_engine, make_model, monkeypatch):
     """Its layers demand prefill in fp8, which vLLM has on few GPUs: two chunks, the second on context."""
     from transformers import KimiLinearForCausalLM  # of newer versions
     from vllm import SamplingParams
 
+    on_the_cpu(monkeypatch)
     path = make_model("kimi-linear").path
     engine = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 128, "block_size": 16}
     llm = start_engine(path, attention_backend=NAME, **engine)

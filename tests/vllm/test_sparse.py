@@ -272,8 +272,9 @@ def dequantize_pages(cache, rows, table, starts, count):
     [
         ([1, 3, 40, 100, 20], [500, 300, 90, 240, 64], [(0, 4)], [(4, 44), (44, 164)]),
         ([30, 50], [130, 50], [], [(0, 80)]),
+        ([30], [320], [], [(0, 30)]),  # more pages in the buffer than the cache's table is wide
     ],
-    ids=["two parts", "prompts alone"],
+    ids=["two parts", "prompts alone", "the whole buffer"],
 )
 @pytest.mark.parametrize("page_size, pool", [(PAGE_SIZE, 1), (2 * PAGE_SIZE, 4)], ids=str)
 def test_prompts_attend_to_copies_of_records(
@@ -462,7 +463,7 @@ def test_layer_options_are_refused(model_config, monkeypatch):
     monkeypatch.setattr(model_config.attention_config, "sparse_mla_force_mqa", True, raising=False)
     assert layer_of(topk, sinks=sinks).sinks is sinks
     # vLLM selects once for engines that follow each other in a process.
-    monkeypatch.setattr(model_config.attention_config, "hisparse_config", object(), raising=False)
+    monkeypatch.setattr(refusals, "reasons_against_indexer", lambda config: ["HiSparse"])
     with pytest.raises(UnsupportedError, match="HiSparse"):
         layer_of(topk)
 
