@@ -132,6 +132,19 @@ def fp8_engines_table() -> str:
     return table(["engine", "backend", "cache", "step"], *lines)
 
 
+def layer_table() -> str:
+    """A decode step of DeepSeek-V3's layers as one of 8 GPUs sees them."""
+    lines = []
+    for row in load("layer-h200.json")["rows"]:
+        name = backend_name(row).replace(
+            "CUSTOM MLA_BACKEND_FUSED_APPEND=0", "the same, vLLM's kernels append"
+        )
+        numbers = (f"{row[key]:.{digits}f}" for key, digits in LAYER_COLUMNS.items())
+        lines.append([shape_name((row["batch"], row["context"])), name, *numbers])
+    columns = ("kernels a layer", "µs a layer outside products", "step, ms")
+    return table(["requests × context", "backend", *columns], *lines)
+
+
 def prefix_hits_table() -> str:
     """Times to the first token of prompts of which 8,192 tokens are cached."""
     files = ("prefix-hits-h200.json", "serving-fp8-h200.json", "prefix-hits-sglang-h200.json")
@@ -444,7 +457,11 @@ def deepseek_prefill_table() -> str:
     return table(["tokens", "ours", "FlashAttention-2", "efficient attention", "FlashAttention-3"], *lines)
 
 
+LAYER_COLUMNS = {"kernels_per_layer": 0, "attention_us_per_layer": 1, "step_ms": 3}
+"""With their decimals."""
+
 TABLES: dict[str, Callable[[], str]] = {
+    "layer": layer_table,
     "vllm": lambda: serving_table(VLLM),
     "sglang": lambda: serving_table(SGLANG),
     "gpu-time": gpu_time,
