@@ -136,9 +136,8 @@ def layer_table() -> str:
     """A decode step of DeepSeek-V3's layers as one of 8 GPUs sees them."""
     lines = []
     for row in load("layer-h200.json")["rows"]:
-        name = backend_name(row).replace(
-            "CUSTOM MLA_BACKEND_FUSED_APPEND=0", "the same, vLLM's kernels append"
-        )
+        off = "MLA_BACKEND_FUSED_APPEND=0" in row["backend"]
+        name = "mla-backend, vLLM's kernels append" if off else backend_name(row)
         numbers = (f"{row[key]:.{digits}f}" for key, digits in LAYER_COLUMNS.items())
         lines.append([shape_name((row["batch"], row["context"])), name, *numbers])
     columns = ("kernels a layer", "µs a layer outside products", "step, ms")
