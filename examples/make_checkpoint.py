@@ -246,6 +246,7 @@ def kimi_linear_config(args: argparse.Namespace) -> dict:
         "v_head_dim": 128,
         "mla_use_nope": True,
         "first_k_dense_replace": args.layers,
+        "layer_types": ["full_attention"] * args.layers,  # or vLLM looks for linear ones
         "mlp_layer_types": ["dense"] * args.layers,
         "model_max_length": args.context_length,
         "linear_attn_config": {
