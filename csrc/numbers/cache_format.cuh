@@ -51,7 +51,6 @@ struct CacheLayout {
     // The tail is what is not stored as the latents are: scales and rotary columns.
     static constexpr bool kHasTail = kFormat.rope != kFormat.latents;
     static constexpr int kTailBytes = kTokenBytes - kScaleOffset;
-    static constexpr bool kFp8 = kElementBytes == 1, kIsRecord = kHasTail;  // as decode/hopper asks
     static_assert(kDimLatent % kScaleColumns == 0 && (kScales == 0 || kHasTail));
     static_assert(kTokenBytes % 16 == 0 && kRopeOffset % 16 == 0);  // copies are of 16 bytes
 };

@@ -5,7 +5,8 @@
 namespace mla {
 
 // A positive divisor that is known when a kernel is launched. Division becomes a multiplication: see Granlund and
-// Montgomery, "Division by invariant integers using multiplication" (1994), for dividends below 2^31.
+// Montgomery, "Division by invariant integers using multiplication" (1994), for dividends below 2^31; of -1, taken
+// as 2^32 - 1, the quotient may be off by one.
 class Divisor {
     int value_ = 1, shift_ = 31;
     uint32_t multiplier_ = 1u << 31;

@@ -1,6 +1,7 @@
 // Appends a layer's new tokens to the latent cache: normalizes their latents (Zhang and Sennrich, "Root Mean Square
 // Layer Normalization", 2019, equation 4), rotates their queries and keys (Su et al., "RoFormer", 2021, equation 34)
-// and writes their rows of the cache. One launch, which lets the decode kernel after it begin.
+// and writes their rows of the cache and, if they are wanted, normalized latents and rotated keys. One launch, which
+// lets the decode kernel after it begin.
 //
 // grid   p.ctas_per_token CTAs for each token
 // block  each thread has one vector of 8 elements (16 bytes): of the latents, of a query head's rotary part, or of the
@@ -30,8 +31,8 @@ struct AppendParams {
     float norm_eps;
     const void* k_rope;  // [tokens, d_rope]
     int64_t k_rope_stride;
-    // [tokens, d_c] and [tokens, d_rope]: what the cache is given, before it is converted to the cache's format, for
-    // tokens without a slot, too. Null if nobody wants them.
+    // [tokens, d_c] and [tokens, d_rope]: latents and keys as they are before conversion to the cache's format, also of
+    // tokens without a slot. Both null if nobody wants them.
     void* kv_c_out;
     int64_t kv_c_out_stride;
     void* k_rope_out;

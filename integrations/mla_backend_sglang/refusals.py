@@ -243,7 +243,8 @@ def _check_model(model_config: Any, has_latents: bool, is_draft: bool) -> None:
     QueryScaling.of_config(model_config.hf_text_config)
     if has_sinks(model_config.hf_text_config):
         raise UnsupportedError(
-            f"mla_backend does not implement attention sinks, which this model has: choose another {option}"
+            f"mla_backend implements attention sinks, which this model has, in sparse layers alone: "
+            f"choose another {option}"
         )
 
 
@@ -370,7 +371,9 @@ def check_layer(module: Any, calls: Sequence[Any], cannot_expand: bool) -> None:
     name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__})"
     remedy = "choose another --attention-backend"
     if getattr(module, "learnable_sink_param", None) is not None:
-        raise UnsupportedError(f"{name} has attention sinks, which mla_backend does not implement: {remedy}")
+        raise UnsupportedError(
+            f"{name} has attention sinks, which mla_backend implements in sparse layers alone: {remedy}"
+        )
     if getattr(module, "use_dsa", False):
         raise UnsupportedError(f"{name} attends to selected keys (DSA), {_ALL_KEYS}")
     # SGLang's mark of weights that it has packed, for its CPU engine.

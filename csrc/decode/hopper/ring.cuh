@@ -87,8 +87,8 @@ constexpr Swizzle kKeySwizzle = C::kBlockBytes == 64 ? Swizzle::k64B : Swizzle::
 
 // Tokens of each stage whose entry in the page table or the list names no key, because it lies outside of the cache.
 // The stage holds zeros for them, and their scores are masked. With TMA, a bit for each group of 8 tokens, by the lane
-// that expects the bytes of a stage's first segment; otherwise a bit for each token. With lists, tokens past the last
-// one count as unnamed.
+// that expects the bytes of a stage's first segment; groups past the last key may have bits, too, and hold anything.
+// Otherwise a bit for each token; with lists, tokens past the last one count as unnamed.
 template <typename C>
 struct UnnamedTokens {
     using Bits = std::conditional_t<C::kTma, uint32_t, uint64_t>;

@@ -64,7 +64,7 @@ namespace mla::hopper {
 // Column blocks of a segment. Three warps copy keys of small pages, equally many column blocks each; with TMA, few
 // boxes are best.
 template <typename Layout, int kBlocksOf64, bool kTma>
-constexpr int few_rows_segment = Layout::kIsRecord              ? Layout::kScales / 2
+constexpr int few_rows_segment = Layout::kScales > 0            ? Layout::kScales / 2
                                  : kBlocksOf64 % 3 == 0         ? kBlocksOf64 / 3
                                  : kTma && kBlocksOf64 % 2 == 0 ? 2
                                                                 : 1;
@@ -75,31 +75,29 @@ template <typename Element, DecodeConfig kConfig, typename Base = KernelConfig<E
 struct FewRowsConfig : Base, FewRowsStage<typename Base::Layout, column_blocks(Base::kDim), kConfig.tma> {
     using Layout = typename Base::Layout;
     static constexpr int kMBlockCost = 2;
+    static constexpr bool kTwoTerms = Layout::kElementBytes == 1;  // queries and P are sums of two e4m3
     static constexpr bool kByTokens = false;
     static constexpr int kSlotStride = kConfig.lists ? 0 : kConfig.tma ? 8 : 1;
 
     // Consumers get the rest of kRegisters. With fp8 keys, most need more than a loader with 72 leaves them. A loader
     // of shared keys needs more than 40.
     static constexpr int kTmaRegisters = kConfig.range_ctas == 2 ? 56 : 40;
-    static constexpr int kLoaderRegisters = !Layout::kFp8       ? 72
-                                            : kConfig.tma       ? kTmaRegisters
-                                            : Layout::kIsRecord ? 72
-                                                                : 56;
+    static constexpr int kLoaderRegisters = !kTwoTerms ? 72 : kConfig.tma ? kTmaRegisters : Layout::kHasTail ? 72 : 56;
     static constexpr int kBlocks = kConfig.dim_latent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = true, kCombinesTwo = false;
     // What a CTA of a pair receives (pair.cuh) may be larger than queries without rotary columns.
     static constexpr int kQueryBytes = Base::kQueryBytes + (kConfig.dim_rope == 0) * Base::kQueryColumnBlockBytes;
-    static constexpr float kStaleBound = Layout::kFp8 ? 4.f : mla::kStaleBound;
-    static constexpr bool kFallingMaximum = Layout::kFp8;
+    static constexpr float kStaleBound = kTwoTerms ? 4.f : mla::kStaleBound;
+    static constexpr bool kFallingMaximum = kTwoTerms;
     // With fp8 keys, exponentials, at most 2^kStaleBound, are multiplied by this. Errors of two terms have a least
     // size, so the larger P is, the smaller is their relative error.
     static constexpr float kWeightScale = kE4m3Max / (1 << static_cast<int>(kStaleBound));
     // Bytes of P^T of a tile: 16 bits per element; with records, as many for each scale of a token.
-    static constexpr int kWeightBytes = kTransposedTile * kConfig.rows * 2 * (Layout::kIsRecord ? Layout::kScales : 1);
-    static constexpr int kWeightBuffers = Layout::kFp8 ? 1 : 2;  // of a consumer; 16-bit: two, as measured
+    static constexpr int kWeightBytes =
+        kTransposedTile * kConfig.rows * 2 * (Layout::kScales > 0 ? Layout::kScales : 1);
+    static constexpr int kWeightBuffers = kTwoTerms ? 1 : 2;  // of a consumer; 16-bit: two, as measured
     // Of query column blocks, those that are multiplied with e4m3 keys.
-    static constexpr int kFp8Blocks =
-        Layout::kIsRecord ? kBlocks : column_blocks(kConfig.dim_latent + kConfig.dim_rope);
+    static constexpr int kFp8Blocks = Layout::kHasTail ? kBlocks : column_blocks(kConfig.dim_latent + kConfig.dim_rope);
     static constexpr int kQueryTermBytes = kFp8Blocks * kConfig.rows * 128;
 
     static_assert(kConfig.rows % 8 == 0 && kConfig.rows * kBlocks <= 24 * 8);  // O^T has to fit in registers
@@ -270,6 +268,7 @@ struct FewRowsConsumer {
         const int valid = work.token_end - tile_token;
         keys.scores_are_known(kv, valid);
         const bool past_a_limit = !C::kLists && tile_token + C::kTile > least_limit;  // no limit is past the last key
+        // One branch for all that few tiles need; what only one of the two reasons calls for does no harm.
         if (past_a_limit || t.rings.unnamed.of(ring.stage, t.warp) != 0) {
             output.blocks.mask_unnamed(s, ring.stage);
             if constexpr (!C::kLists) {

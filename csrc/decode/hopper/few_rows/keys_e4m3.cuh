@@ -52,7 +52,7 @@ struct FewRowsKeysE4m3 {
     __device__ void prepare_queries(int q_buffer, float kv_scale) {
         if (threadIdx.x == 128) {
             scales.kv_scale = kv_scale;
-            for (float& largest : scales.largest_scales) largest = C::Layout::kIsRecord ? 0.f : kv_scale;
+            for (float& largest : scales.largest_scales) largest = C::Layout::kScale == Scale::kTensor ? kv_scale : 0.f;
         }
         const float scale = t.p.scale_log2 * kv_scale;
 #pragma unroll 1

@@ -61,7 +61,7 @@ struct FewRowsOutput {
     // What this consumer's rows of O^T are multiplied by when they are merged. Then they are relative to the common
     // maximum, and with fp8 keys they are also what is written.
     __device__ void find_factors(float (&factors)[kThreadRows]) const {
-        if constexpr (C::Layout::kFp8) {
+        if constexpr (C::kTwoTerms) {
 #pragma unroll
             for (int j = 0; j < kOctets; ++j) {
                 const float2 two = blocks.factors(j);
@@ -114,7 +114,7 @@ struct FewRowsOutput {
     // By both consumers, which can read all states: with fp8 keys, finds what rows of O^T are multiplied by.
     template <typename Keys>
     __device__ void prepare(const Keys& keys, bool split) {
-        if constexpr (C::Layout::kFp8) blocks.prepare(keys.output_unit(), keys.largest_value(), split);
+        if constexpr (C::kTwoTerms) blocks.prepare(keys.output_unit(), keys.largest_value(), split);
     }
 
     // Ends the m-block of a pair. A single tile is merged, too: the partner waits for both consumers' parts.
@@ -137,7 +137,7 @@ struct FewRowsOutput {
         prepare(keys, work.split());
         if (!blocks.is_single_tile(work))
             merge();
-        else if (C::Layout::kFp8 && t.consumer == 0)
+        else if (C::kTwoTerms && t.consumer == 0)
             blocks.scale();
         blocks.write_work_tile(buffers, work, offsets);
     }

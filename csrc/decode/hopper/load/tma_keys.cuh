@@ -70,7 +70,7 @@ struct TmaKeyLoader {
 
     __device__ int page_of(int page) const { return static_cast<uint32_t>(page) < t.p.num_pages ? page : kNoPage; }
     // Which groups of the window have no page, a bit for each; a box lies where its first group does. Groups past the
-    // last key may be among them. No branch: at the start of a launch, each would be fetched from memory.
+    // last key may be among them. No branch: at the start of a launch, the code behind it would be fetched from memory.
     __device__ uint32_t unnamed_groups(const CachePlace& place) const {
         const uint32_t groups = __ballot_sync(~0u, place.page == kNoPage);
         return groups | (groups & box.first_groups) * box.all_groups;
@@ -197,7 +197,7 @@ struct TmaKeyLoader {
     __device__ void run() {
         CachePlace place, next_place;  // of this window and of the next one
         t.p.table.page_size.split(t.planned_slot, next_place.page, next_place.row);
-        next_place.page = page_of(next_place.page);  // slot -1 lies past all pages
+        next_place.page = page_of(next_place.page);  // slot -1 is divided as 2^32 - 1: past any cache
         bool loaded = keys.first_keys() > 0;  // whether the current tile is already loaded, as the first of all is
         prefetch_first_keys(next_place);
         unnamed = unnamed_groups(next_place);

@@ -209,7 +209,7 @@ struct ManyRowsConsumer {
         if constexpr (C::kHasRope)
             t.sync_consumer();  // all warps have multiplied with the rope columns, where P will lie
         else
-            __syncwarp();  // all lanes know which tokens have no keys: lane 0 will release the tile for them
+            __syncwarp();  // every lane has read which tokens have no keys, before lane 0 releases the stage
     }
 
     // By a warp that has read segments of a tile for the last time.
