@@ -8,7 +8,7 @@ from mla_backend.models import FAMILIES, State
 from tests.support.small_models import make_small_model
 
 pytestmark = pytest.mark.newest
-ELSEWHERE = ("Mistral-Small-4-119B", "Mistral-Large-3-675B", "Kimi-Linear-48B-A3B", "Ling-3.0-tiny")
+ELSEWHERE = ("Mistral-Small-4-119B", "Mistral-Large-3-675B", "Kimi-Linear-48B-A3B")
 """Families that test_engine.py tests, because SGLang reads them in another form than transformers."""
 SERVED = [f for f in FAMILIES if f.sglang.cpu is State.TESTED and f.name not in ELSEWHERE]
 
