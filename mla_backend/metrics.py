@@ -5,7 +5,7 @@ metric                             labels
 =================================  ==================================================================
 ``mla_backend_tokens_total``       ``path``, as in :mod:`mla_backend.counters`; ``kernel``: the
                                    decoder's implementation, or for vanilla prefill the library that
-                                   attends; ``cache_format``
+                                   attends (empty in vLLM, which chooses it); ``cache_format``
 ``mla_backend_builds_total``       ``arch``; ``result``: "built" or "failed"
 ``mla_backend_build_seconds_total``  ``arch``
 =================================  ==================================================================
@@ -19,7 +19,14 @@ As in :mod:`mla_backend.counters`, only calls from Python are counted: a capture
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = (OSError, ValueError)
+"""Of a client whose folder (PROMETHEUS_MULTIPROC_DIR) cannot be written, or that has such a metric already.
+Metrics are not worth the end of an engine."""
 
 
 class _Metrics(NamedTuple):
@@ -48,8 +55,12 @@ def _metrics() -> _Metrics | None:
 
 @functools.cache
 def _tokens(path: str, kernel: str, cache_format: str) -> Any:
-    metrics = _metrics()
-    return None if metrics is None else metrics.tokens.labels(path, kernel, cache_format)
+    try:
+        metrics = _metrics()
+        return None if metrics is None else metrics.tokens.labels(path, kernel, cache_format)
+    except _FAILURES as error:
+        _warn(error)
+        return None
 
 
 def count_tokens(path: str, tokens: int, kernel: str, cache_format: str) -> None:
@@ -61,6 +72,13 @@ def count_tokens(path: str, tokens: int, kernel: str, cache_format: str) -> None
 
 def count_build(arch: str, seconds: float, *, failed: bool) -> None:
     """Count a compiler's run of so many seconds."""
-    if (metrics := _metrics()) is not None:
-        metrics.builds.labels(arch, "failed" if failed else "built").inc()
-        metrics.build_seconds.labels(arch).inc(seconds)
+    try:
+        if (metrics := _metrics()) is not None:
+            metrics.builds.labels(arch, "failed" if failed else "built").inc()
+            metrics.build_seconds.labels(arch).inc(seconds)
+    except _FAILURES as error:
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    logger.warning("no Prometheus metrics of mla-backend: %s: %s", type(error).__name__, error)

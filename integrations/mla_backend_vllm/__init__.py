@@ -80,17 +80,18 @@ def _register() -> None:
             _register_custom(backend_enum, register_path, path)
     extend_selection(current_platform)
     _log_through_vllm()
-    if fuses_appends() and (current_platform.is_cuda() or current_platform.is_cpu()):
+    if current_platform.is_cuda() or current_platform.is_cpu():
         _replace_wrapper()
 
 
 def _replace_wrapper() -> None:
     """Have one launch normalize, rotate and append new tokens, if this vLLM has what it takes."""
     try:
-        from mla_backend_vllm.fused_append import replace_wrapper
+        if fuses_appends():
+            from mla_backend_vllm.fused_append import replace_wrapper
 
-        replace_wrapper()
-    except (ImportError, AttributeError) as error:
+            replace_wrapper()
+    except Exception as error:
         logger.warning(
             "mla-backend leaves norm, rotation and append of new tokens to this vLLM's kernels: %s: %s",
             type(error).__name__,

@@ -265,6 +265,9 @@ def _against_engine(vllm_config: Any) -> Iterator[str]:
     from vllm.compilation import backends
 
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    text_config = getattr(vllm_config.model_config, "hf_text_config", None)
+    if getattr(text_config, "llama_4_scaling", None):
+        yield "queries are scaled by their position (llama_4_scaling)"
     if parallel.decode_context_parallel_size > 1:
         yield "with decode context parallelism"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:

@@ -143,7 +143,9 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
 
     # Of `mla_backend_vllm.fused_append`, which sets both for layers of vLLM's usual class.
     fused_append: FusedAppend | None = None
-    why_not_fused: str | None = "the model does not use vLLM's MultiHeadLatentAttentionWrapper"
+    why_not_fused: str | None = (
+        "the layer is not built by mla-backend's subclass of MultiHeadLatentAttentionWrapper"
+    )
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

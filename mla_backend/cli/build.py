@@ -54,7 +54,10 @@ def build(
     console = make_console()
     variants = _select(arch or [], match or ["*"])
     if as_json:
-        print_json([_described(variant) for variant in variants])
+        try:
+            print_json([_described(variant) for variant in variants])
+        except InvalidInputError as error:  # of a setting
+            end(str(error))
         return
     if only_list:
         for variant in variants:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from mla_backend.cli.console import end, make_console
-from mla_backend.errors import KernelBuildError
+from mla_backend.errors import InvalidInputError, KernelBuildError
 
 if TYPE_CHECKING:
     from mla_backend.jit import StoredKernel
@@ -34,7 +34,7 @@ def show() -> None:
         table.add_column(title, justify="right" if title in ("MB", "days") else "left", overflow="fold")
     for kernel in stored:
         days = (time.time() - kernel.entry.stat().st_mtime) / 86400
-        state = kernel.why_unused or "in use"
+        state = kernel.why_unused or "may be used"
         table.add_row(kernel.name, kernel.toolkit, f"{kernel.num_bytes / 1e6:.1f}", f"{days:.0f}", state)
     console = make_console()
     if stored:
@@ -75,5 +75,5 @@ def _stored() -> tuple[Path, list[StoredKernel]]:
     try:
         folder = jit.cache_dir()
         return folder, jit.stored_kernels(folder, kernels.shipped_variants())
-    except KernelBuildError as error:
+    except (InvalidInputError, KernelBuildError) as error:
         end(str(error))

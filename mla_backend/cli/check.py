@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mla_backend.cli.console import FAILED, WRONG_ARGUMENTS, end, make_console
-from mla_backend.errors import KernelBuildError, UnsupportedError
+from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def check(
         if not error < _LARGEST_ERROR:  # NaN is an error, too
             end(f"WRONG: at most {_LARGEST_ERROR:.0e} is right; please report it with `mla-backend doctor`")
         console.print(_speed(where), highlight=False)
-    except (KernelBuildError, UnsupportedError) as failure:
+    except (InvalidInputError, KernelBuildError, UnsupportedError) as failure:
         end(str(failure))
     console.print("ok", style="bold green")
 
@@ -58,6 +58,8 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
+        end(f"{name!r} is not a device: write cuda, cuda:1 or cpu", WRONG_ARGUMENTS)
+    if device.type not in ("cuda", "cpu"):
         end(f"{name!r} is not a device: write cuda, cuda:1 or cpu", WRONG_ARGUMENTS)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         end(f"there is no {device} here: torch sees {torch.cuda.device_count()} GPUs", FAILED)

@@ -74,6 +74,8 @@ def _sglang_options(checkpoint: Checkpoint, target: Target) -> Iterable[str]:
         yield from ("--attention-backend", "mla_backend", "--page-size", str(target.page_size))
     elif not checkpoint.has_sinks:  # with which SGLang allows one sub-backend only, its default
         yield from ("--dsa-decode-backend", "fa3")
+    if checkpoint.family is not None:
+        yield from checkpoint.family.sglang.options.split()
     yield from _sizes(target, "--tp-size", "--dcp-size")
 
 

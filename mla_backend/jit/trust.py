@@ -12,10 +12,10 @@ from mla_backend.jit.store import LIBRARY, shipped_dirs
 def why_not_trusted(entry: Path) -> str | None:
     """One line saying why the library of an entry must not be loaded, and what to do; None if it may be.
 
-    Neither it nor the folders that contain it may be writable by every user. Each belongs to this user, to
-    root, or to the owner of the folder of kernels, which in turn belongs to one of the first two, unless
-    MLA_BACKEND_CACHE names it or it is part of this package. In a folder that a group may write to, each of
-    the group may own entries.
+    Neither it nor its entry nor the folder of kernels may be writable by every user. Each belongs to this
+    user, to root, or to the owner of the folder of kernels, which in turn belongs to one of the first two,
+    unless MLA_BACKEND_CACHE names it or it is part of this package. In a folder that a group may write to,
+    each of the group may own entries.
     """
     store = entry.parent
     try:

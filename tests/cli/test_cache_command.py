@@ -44,7 +44,7 @@ def test_kernels_are_listed_with_their_use(entries, tmp_path):
         assert outcome.exit_code == 0
         states = {tuple(line.split()[:2]): " ".join(line.split()[4:]) for line in outcome.stdout.splitlines()}
         assert states["known", "12.9.1"] == "of another compiler than 13.0.88"
-        assert states["mine-r16", "13.0.88"] == "in use"
+        assert states["mine-r16", "13.0.88"] == "may be used"
         assert outcome.stdout.count("of another version") == 1
         assert outcome.stdout.endswith(f"4 kernels, 6.0 MB in {tmp_path}\n")
 

@@ -48,3 +48,11 @@ def test_nothing_is_counted_without_the_client():
     hidden = f"import sys; sys.modules['prometheus_client'] = None; {COUNT}; print(counters.snapshot())"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=True)
     assert "'sparse': Count(calls=1, tokens=3)" in done.stdout
+
+
+def test_a_folder_that_is_missing_ends_no_engine(tmp_path):
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")}
+    code = f"{COUNT}; from mla_backend import metrics; metrics.count_build('90a', 1.0, failed=False)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no Prometheus metrics of mla-backend: FileNotFoundError" in done.stderr

@@ -382,6 +382,9 @@ CONDITIONS = {
     "with decode context parallelism": in_engine(parallel_config__decode_context_parallel_size=2),
     "with context parallelism of prefill": in_engine(parallel_config__prefill_context_parallel_size=2),
     "with LoRA adapters": in_engine(lora_config=object()),
+    "scaled by their position": in_engine(
+        model_config__hf_text_config=SimpleNamespace(llama_4_scaling={"beta": 0.1})
+    ),
     "fuse_rope_kvcache_cat_mla fuses": fuse_in_vllm,
     "the attention is a OtherAttention": in_layer(mla_attn=OtherAttention.__new__(OtherAttention)),
     "with HiSparse": hisparse,
