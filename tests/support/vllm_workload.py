@@ -161,11 +161,13 @@ def freeze_for_good() -> None:
 
 def clean_up() -> None:
     """After an engine of this process: what would be in the way of the next one."""
+    import torch
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
     ensure_kv_transfer_shutdown()  # else the next engine would use this one's connector
+    torch.compiler.reset()  # compiled code keeps this model: else its finalizers run while the next one is traced
     gc.collect()
     cleanup_dist_env_and_memory()
     type(current_platform)._global_graph_pool = None  # else the next engine would capture its graphs into it
