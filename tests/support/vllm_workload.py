@@ -167,7 +167,8 @@ def clean_up() -> None:
     from vllm.platforms import current_platform
 
     ensure_kv_transfer_shutdown()  # else the next engine would use this one's connector
-    torch.compiler.reset()  # compiled code keeps this model: else its finalizers run while the next one is traced
+    # Else compiled code would keep this model, whose finalizers would run while the next one is traced.
+    torch.compiler.reset()
     gc.collect()
     cleanup_dist_env_and_memory()
     type(current_platform)._global_graph_pool = None  # else the next engine would capture its graphs into it
