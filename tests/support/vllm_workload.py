@@ -161,14 +161,11 @@ def freeze_for_good() -> None:
 
 def clean_up() -> None:
     """After an engine of this process: what would be in the way of the next one."""
-    import torch
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
     ensure_kv_transfer_shutdown()  # else the next engine would use this one's connector
-    # Else compiled code would keep this model, whose finalizers would run while the next one is traced.
-    torch.compiler.reset()
     gc.collect()
     cleanup_dist_env_and_memory()
     type(current_platform)._global_graph_pool = None  # else the next engine would capture its graphs into it

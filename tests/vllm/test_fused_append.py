@@ -183,6 +183,7 @@ def test_an_e4m3_cache_has_the_layers_scale():
     torch.testing.assert_close(written.double(), torch.cat([kv_c, k_rope], 1), rtol=1 / 16, atol=2**-10)
 
 
+@pytest.mark.newest  # in vLLM 0.29, a finalizer of vLLM's linear layers leaves tracing broken in this process
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_graph_sees_rotated_queries(backend):
     """The op's mutation of a view of them is declared. The number of tokens may vary."""
@@ -211,6 +212,7 @@ def test_the_op_does_what_it_declares():
         torch.library.opcheck(OP, tuple(given.values()), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.newest  # likewise
 def test_vllm_runs_the_op_between_compiled_pieces():
     """Once `_fuse` has added its name to those at which vLLM splits graphs."""
     layer, given, pieces = layer_of(), arguments(3), []
