@@ -147,17 +147,24 @@ class Weights(dict[str, torch.Tensor]):
         self.linear(f"{name}.shared_head.head", config["vocab_size"], hidden, gain=3.0)
 
 
+def _sizes(args: argparse.Namespace, heads: int) -> dict:
+    """Sizes that the command line gives to any architecture; ``heads`` is the default number of heads."""
+    return {
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 2 * args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads or heads,
+        "num_key_value_heads": args.heads or heads,
+    }
+
+
 def deepseek_v2_config(args: argparse.Namespace) -> dict:
     """DeepSeek-V2-Lite's attention (d_c 512, d_rope 64, d_nope 128, d_v 128); all else is small."""
     return {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
-        "hidden_size": args.hidden_size,
-        "intermediate_size": 2 * args.hidden_size,
+        **_sizes(args, heads=16),
         "moe_intermediate_size": args.hidden_size // 2,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": args.heads or 16,
-        "num_key_value_heads": args.heads or 16,
         "kv_lora_rank": 512,
         "q_lora_rank": args.q_lora_rank or None,
         "qk_rope_head_dim": 64,
@@ -206,15 +213,10 @@ def deepseek_v32_config(args: argparse.Namespace) -> dict:
 
 def minicpm3_config(args: argparse.Namespace) -> dict:
     """MiniCPM3-4B's attention (d_c 256, d_rope 32, d_nope 64, d_v 64); everything else is small."""
-    heads = args.heads or 8
     return {
         "architectures": ["MiniCPM3ForCausalLM"],
         "model_type": "minicpm3",
-        "hidden_size": args.hidden_size,
-        "intermediate_size": 2 * args.hidden_size,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        **_sizes(args, heads=8),
         "kv_lora_rank": 256,
         "q_lora_rank": args.q_lora_rank or 96,
         "qk_rope_head_dim": 32,
@@ -230,15 +232,10 @@ def minicpm3_config(args: argparse.Namespace) -> dict:
 
 def kimi_linear_config(args: argparse.Namespace) -> dict:
     """Kimi-Linear's latent attention (as DeepSeek-V2-Lite's, without rotation), in each layer."""
-    heads = args.heads or 16
     return {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
-        "hidden_size": args.hidden_size,
-        "intermediate_size": 2 * args.hidden_size,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        **_sizes(args, heads=16),
         "kv_lora_rank": 512,
         "q_lora_rank": None,
         "qk_rope_head_dim": 64,
@@ -253,7 +250,7 @@ def kimi_linear_config(args: argparse.Namespace) -> dict:
             "full_attn_layers": list(range(1, args.layers + 1)),
             "kda_layers": [],
             "head_dim": 64,
-            "num_heads": heads,
+            "num_heads": args.heads or 16,
             "short_conv_kernel_size": 4,
         },
     }
@@ -264,15 +261,10 @@ def mistral_large_3_config(args: argparse.Namespace) -> dict:
 
     The factor is 1 for the first `original_max_position_embeddings` tokens: few, so short texts see more.
     """
-    heads = args.heads or 16
     return {
         "architectures": ["Mistral4ForCausalLM"],
         "model_type": "mistral4",
-        "hidden_size": args.hidden_size,
-        "intermediate_size": 2 * args.hidden_size,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        **_sizes(args, heads=16),
         "kv_lora_rank": 512,
         "q_lora_rank": args.q_lora_rank or 192,
         "qk_rope_head_dim": 64,

@@ -21,6 +21,8 @@ from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedE
 if TYPE_CHECKING:
     import torch
 
+    from mla_backend_bench.serving_engines import Shape
+
 app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whole engines on this machine.")
 
 _SHAPE = r"BATCHxSEQ_LENxHEADSxQ_LEN\[@PAGE_SIZE]"  # escaped, because rich reads brackets as markup
@@ -285,6 +287,24 @@ _EngineOptions = Annotated[
 ]
 
 
+def _check_engine_run(
+    engine: str, shapes: list[str], backends: list[str] | None, output: Path | None
+) -> list[Shape]:
+    """The parsed shapes. Refuses an unknown engine, a bad shape or backend, and a file without results."""
+    from mla_backend_bench import serving
+    from mla_backend_bench.serving_engines import DRIVERS, Backend, Shape
+
+    if engine not in DRIVERS:
+        raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
+    with _as_bad_parameter(InvalidInputError):
+        parsed = [Shape.parse(shape) for shape in shapes]
+        for text in backends or ():
+            Backend.parse(text)
+        if output and output.exists():
+            serving.load(output)
+    return parsed
+
+
 @app.command()
 def serving(
     engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
@@ -307,16 +327,9 @@ def serving(
 
     from mla_backend_bench import serving as bench
     from mla_backend_bench import tables
-    from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
+    from mla_backend_bench.serving_engines import DRIVERS, Settings
 
-    if engine not in DRIVERS:
-        raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
-    with _as_bad_parameter(InvalidInputError):
-        parsed = [Shape.parse(shape) for shape in shapes or ("1x1024", "16x1024")]
-        for text in backend or ():
-            Backend.parse(text)
-        if output and output.exists():
-            bench.load(output)
+    parsed = _check_engine_run(engine, shapes or ["1x1024", "16x1024"], backend, output)
     options = _json_object(engine_options)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
     if importlib.util.find_spec(engine) is None:
@@ -327,7 +340,7 @@ def serving(
     for row in bench.run(settings, backends, _print_log):
         rows.append(row)
         if output:
-            bench.save(output, engine, rows, _command_line(), commit)
+            bench.save(output, rows, _command_line(), commit)
     if not rows:
         raise typer.Exit(1)
     tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
@@ -348,29 +361,22 @@ def layer(
     commit: _Commit = None,
 ) -> None:
     """Count a layer's kernels in a decode step of an engine, and time it outside of its matrix products."""
-    from mla_backend_bench import layer as bench
-    from mla_backend_bench import serving as engines
+    from mla_backend_bench import serving as bench
     from mla_backend_bench import tables
-    from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
+    from mla_backend_bench.layer import STEPS, num_layers_of
+    from mla_backend_bench.serving_engines import DRIVERS, Settings
 
-    if engine not in DRIVERS:
-        raise typer.BadParameter(f"unknown engine {engine}; choose from {', '.join(DRIVERS)}")
-    with _as_bad_parameter(InvalidInputError):
-        parsed = [Shape.parse(shape) for shape in shapes or ("1x8192",)]
-        for text in backend or ():
-            Backend.parse(text)
-        if output and output.exists():
-            engines.load(output)
+    parsed = _check_engine_run(engine, shapes or ["1x8192"], backend, output)
     with _as_bad_parameter(OSError):
-        layers = bench.num_layers_of(model)
+        layers = num_layers_of(model)
     options = _json_object(engine_options)
     _device("bench layer", "cuda")
-    new_tokens = bench.STEPS + 1
+    new_tokens = STEPS + 1
     settings = Settings(engine, model, parsed, new_tokens, 1, together, "bfloat16", options, layers=layers)
-    rows: list[engines.Row] = []
+    rows: list[bench.Row] = []
+    backends = backend or DRIVERS[engine].default_backends(True)
     for start in range(starts):
-        backends = backend or DRIVERS[engine].default_backends(True)
-        for row in engines.run(settings, backends, _print_log):
+        for row in bench.run(settings, backends, _print_log):
             rows.append({"start": start, "model": Path(model).name} | row)
             if output:
                 bench.save(output, rows, _command_line(), commit)

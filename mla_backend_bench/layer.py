@@ -14,9 +14,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mla_backend_bench import environment
 from mla_backend_bench.serving_engines import Driver, Shape
 from mla_backend_bench.serving_timing import random_prompts
 
@@ -85,14 +82,3 @@ def num_layers_of(model: str) -> int:
     """Of a model in a folder."""
     config: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
     return int(config["num_hidden_layers"])
-
-
-def save(path: Path, rows: list[dict[str, Any]], command: str, commit: str | None) -> None:
-    """Write rows as JSON with their machine, versions, commit and command; keep another model's rows."""
-    key = f"{rows[0]['engine']} {rows[0]['model']}"
-    results = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    results["runs"][key] = environment.origin(device, commit) | {"command": command}
-    kept = [row for row in results["rows"] if f"{row['engine']} {row['model']}" != key]
-    results["rows"] = kept + rows
-    path.write_text(json.dumps(results, indent=1) + "\n")

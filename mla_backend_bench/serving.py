@@ -67,14 +67,20 @@ def load(path: Path) -> dict[str, Any]:
     return results
 
 
-def save(path: Path, engine: str, rows: list[Row], command: str, commit: str | None = None) -> None:
-    """Write rows as JSON with their machine, versions, commit and command; keep another engine's rows."""
+def save(path: Path, rows: list[Row], command: str, commit: str | None = None) -> None:
+    """Write a run's rows as JSON with their machine, versions, commit and command; keep other runs' rows."""
     results = load(path) if path.exists() else {"runs": {}, "rows": []}
+    run = _run_of(rows[0])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    results["runs"][engine] = environment.origin(device, commit) | {"command": command}
-    results["rows"] = [row for row in results["rows"] if row["engine"] != engine] + rows
+    results["runs"][run] = environment.origin(device, commit) | {"command": command}
+    results["rows"] = [row for row in results["rows"] if _run_of(row) != run] + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _run_of(row: Row) -> str:
+    """The run that a row is of: its engine, and its model, which only rows of `bench layer` name."""
+    return " ".join(row[name] for name in ("engine", "model") if name in row)
 
 
 def _run_together(settings: Settings, backends: list[str], on_failure: OnFailure) -> Iterator[Row]:

@@ -122,9 +122,9 @@ def row(engine, backend, prefill, decode, **more):
 
 def test_rows_of_another_engine_are_kept(tmp_path):
     path = tmp_path / "made" / "results.json"
-    serving.save(path, "vllm", [row("vllm", "A", 1.0, 1.0)], "first", "c0ffee")
-    serving.save(path, "sglang", [row("sglang", "B", 1.0, 1.0)], "second", "c0ffee")
-    serving.save(path, "vllm", [row("vllm", "C", 1.0, 1.0)], "third", "c0ffee")
+    serving.save(path, [row("vllm", "A", 1.0, 1.0)], "first", "c0ffee")
+    serving.save(path, [row("sglang", "B", 1.0, 1.0)], "second", "c0ffee")
+    serving.save(path, [row("vllm", "C", 1.0, 1.0)], "third", "c0ffee")
     written = json.loads(path.read_text())
     assert [(row["engine"], row["backend"]) for row in written["rows"]] == [("sglang", "B"), ("vllm", "C")]
     assert {engine: run["command"] for engine, run in written["runs"].items()} == {
@@ -325,7 +325,7 @@ def test_a_layer_is_measured_in_the_graphs_of_a_trace(tmp_path):
 def test_rows_of_another_model_are_kept(tmp_path):
     path = tmp_path / "layer.json"
     for model, step in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
-        layer.save(path, [{"engine": "vllm", "model": model, "step_ms": step}], "command", "c0ffee")
+        serving.save(path, [{"engine": "vllm", "model": model, "step_ms": step}], "command", "c0ffee")
     written = json.loads(path.read_text())
     assert [(row["model"], row["step_ms"]) for row in written["rows"]] == [("b", 2.0), ("a", 3.0)]
     assert set(written["runs"]) == {"vllm a", "vllm b"}
