@@ -1,7 +1,8 @@
-"""Prefill and decode times of whole engines, with this backend and with the engine's own, in one run.
+"""Measures whole engines, with this backend and with the engine's own, in one run.
 
-Each backend has an engine in a separate process. Engines that run at the same time share the device's memory,
-but only one of them has work at a time.
+Each backend has an engine in a separate process, where a `Meter` measures it: `EngineMeter` its prefill and
+decode times, `load.ServerMeter` its server under load. Engines that run at the same time share the device's
+memory, but only one of them has work at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +29,7 @@ from mla_backend import counters
 from mla_backend.errors import InvalidInputError
 from mla_backend_bench import environment
 from mla_backend_bench.layer import measure as measure_layer
-from mla_backend_bench.serving_engines import DRIVERS, Backend, Settings, Shape
+from mla_backend_bench.serving_engines import DRIVERS, Backend, Load, Settings, Shape
 from mla_backend_bench.serving_timing import measure
 
 TIMEOUT = 600  # seconds, for the start of an engine and for one measurement
@@ -36,20 +37,56 @@ _END_SECONDS = 10  # an engine that is done may take so long to end; then it is 
 _LOG_CHARACTERS = 4000
 
 Row = dict[str, Any]
-"""engine, version, backend, batch, context, `Driver.setup`, and the times of `serving_timing.measure`."""
+"""engine, what the meter says of the backend, the fields of a shape, and what was measured of it."""
 
 OnFailure = Callable[[str, str], None]
 """Called with a backend whose engine ended or hung, and with the end of its log."""
 
 
-def run(settings: Settings, backends: list[str], on_failure: OnFailure) -> Iterator[Row]:
+class Meter(Protocol):
+    """Starts one backend's engine when it is constructed, in a process of its own, and measures it.
+
+    Attributes:
+        facts: what rows say of the backend, besides its name.
+    """
+
+    facts: Row
+
+    def __init__(self, settings: Settings, backend: Backend, folder: Path): ...
+
+    def measure(self, shape: Any) -> dict[str, float]:
+        """What rows say of a shape in ``settings.shapes``."""
+
+
+class EngineMeter:
+    """Prefill and decode times of an engine, or what `layer.measure` measures."""
+
+    def __init__(self, settings: Settings, backend: Backend, folder: Path):
+        self._settings = settings
+        random.seed(0)  # the same prompts for all backends
+        self._engine = DRIVERS[settings.engine](settings, backend.name, folder / "traces")
+        for shape in settings.shapes:  # an engine may build kernels at the first use of a shape
+            assert isinstance(shape, Shape)
+            measure(self._engine, shape, new_tokens=2, repeats=1)
+        self.facts: Row = {"version": self._engine.version} | self._engine.setup
+
+    def measure(self, shape: Shape) -> dict[str, float]:
+        if self._settings.layers:
+            return measure_layer(self._engine, shape, self._settings.layers)
+        profile = self._settings.profile and torch.cuda.is_available()
+        return measure(self._engine, shape, self._settings.new_tokens, profile=profile)
+
+
+def run(
+    settings: Settings, backends: list[str], on_failure: OnFailure, meter: type[Meter] = EngineMeter
+) -> Iterator[Row]:
     """Measure all shapes with each backend, ``settings.together`` engines at a time.
 
     ``backends`` are written as for `serving_engines.Backend.parse`. After a failure the other engines
     continue.
     """
     for start in range(0, len(backends), settings.together):
-        yield from _run_together(settings, backends[start : start + settings.together], on_failure)
+        yield from _run_together(settings, backends[start : start + settings.together], on_failure, meter)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -83,11 +120,13 @@ def _run_of(row: Row) -> str:
     return " ".join(row[name] for name in ("engine", "model") if name in row)
 
 
-def _run_together(settings: Settings, backends: list[str], on_failure: OnFailure) -> Iterator[Row]:
+def _run_together(
+    settings: Settings, backends: list[str], on_failure: OnFailure, meter: type[Meter]
+) -> Iterator[Row]:
     """Rows of backends whose engines run at the same time and measure in turn."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _EngineProcess(settings, backend, Path(tempfile.mkdtemp(dir=folder)), on_failure)
+            _EngineProcess(settings, backend, Path(tempfile.mkdtemp(dir=folder)), on_failure, meter)
             for backend in backends
         ]
         try:
@@ -113,12 +152,19 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 class _EngineProcess:
     """The parent's side of `_run_engine`."""
 
-    def __init__(self, settings: Settings, backend: str, folder: Path, on_failure: OnFailure):
+    def __init__(
+        self,
+        settings: Settings,
+        backend: str,
+        folder: Path,
+        on_failure: OnFailure,
+        meter: type[Meter] = EngineMeter,
+    ):
         self.running = True
         self._backend, self._folder, self._on_failure = backend, folder, on_failure
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_run_engine, args=(theirs, settings, backend, folder))
+        self._process = context.Process(target=_run_engine, args=(theirs, settings, backend, folder, meter))
         self._process.start()
         theirs.close()
 
@@ -133,7 +179,7 @@ class _EngineProcess:
         self._on_failure(self._backend, log.read_text()[-_LOG_CHARACTERS:] if log.exists() else "")
         return None
 
-    def measure(self, shape: Shape) -> dict[str, float] | None:
+    def measure(self, shape: Shape | Load) -> dict[str, float] | None:
         with contextlib.suppress(ConnectionError):
             self._connection.send(shape)
         return self.receive()
@@ -153,33 +199,28 @@ class _EngineProcess:
         self._process.kill()
 
 
-def _run_engine(connection: Connection, settings: Settings, backend: str, folder: Path) -> None:
+def _run_engine(
+    connection: Connection, settings: Settings, backend: str, folder: Path, meter: type[Meter]
+) -> None:
     """Start an engine in this child process, send what runs, and measure each shape that arrives."""
     os.setsid()
     with open(folder / "log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ[counters.ENVIRONMENT_VARIABLE] = str(folder)
-    random.seed(0)  # the same prompts for all backends
     try:
-        parsed = Backend.parse(backend)
-        name = parsed.name
-        os.environ |= parsed.environment
+        parsed, driver = Backend.parse(backend), DRIVERS[settings.engine]
+        os.environ |= driver.environment(parsed.name) | dict(os.environ) | parsed.environment
         settings = replace(settings, engine_options=settings.engine_options | parsed.options)
-        engine = DRIVERS[settings.engine](settings, name, folder / "traces")
-        for shape in settings.shapes:  # an engine may build kernels at the first use of a shape
-            measure(engine, shape, new_tokens=2, repeats=1)
+        engine = meter(settings, parsed, folder)
         counts = counters.read_folder(folder)
-        if any(count.calls for count in counts.values()) != engine.is_ours(name):
-            raise RuntimeError(f"the engine was to use {name}, but mla-backend's counters show {counts}")
-        connection.send({"version": engine.version, "backend": parsed.label} | engine.setup)
-        profile = settings.profile and torch.cuda.is_available()
+        if any(count.calls for count in counts.values()) != driver.is_ours(parsed.name):
+            raise RuntimeError(
+                f"the engine was to use {parsed.name}, but mla-backend's counters show {counts}"
+            )
+        connection.send({"backend": parsed.label} | engine.facts)
         while True:
-            shape = connection.recv()
-            if settings.layers:
-                connection.send(measure_layer(engine, shape, settings.layers))
-            else:
-                connection.send(measure(engine, shape, settings.new_tokens, profile=profile))
+            connection.send(engine.measure(connection.recv()))
     except EOFError:
         pass  # the parent is done
     except Exception:

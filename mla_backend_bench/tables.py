@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
@@ -220,6 +221,26 @@ def print_layers(console: Console, rows: list[Row]) -> None:
     for row in sorted(rows, key=lambda row: (_shape_of(row), row["backend"], row["start"])):
         numbers = (f"{row[name]:.2f}" for name in ("kernels_per_layer", "attention_us_per_layer"))
         table.add_row(row["backend"], *_shape_of(row), str(row["start"]), *numbers, f"{row['step_ms']:.4f}")
+    console.print(table)
+
+
+def print_loads(console: Console, rows: list[Row]) -> None:
+    """The rows of `bench load`, medians over the starts, load by load."""
+    columns = {
+        "requests_per_s": "requests/s",
+        "output_tokens_per_s": "tokens/s",
+        "ttft_p50_ms": "TTFT p50 ms",
+        "ttft_p99_ms": "p99",
+        "tpot_p50_ms": "TPOT p50 ms",
+        "tpot_p99_ms": "p99",
+    }
+    table = _table(None, "backend", "at a time", *columns.values())
+    for concurrency in dict.fromkeys(row["concurrency"] for row in rows):
+        group = [row for row in rows if row["concurrency"] == concurrency]
+        for backend in dict.fromkeys(row["backend"] for row in group):
+            starts = [row for row in group if row["backend"] == backend]
+            numbers = (f"{median(row[name] for row in starts):.2f}" for name in columns)
+            table.add_row(backend, str(concurrency), *numbers)
     console.print(table)
 
 

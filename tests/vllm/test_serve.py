@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mla_backend import counters
+from mla_backend_bench.ports import free_port
 from mla_backend_vllm import selection_name
-from tests.support.ports import free_port
 from tests.support.vllm_workload import CPU_ENGINE
 
 pytestmark = pytest.mark.newest
