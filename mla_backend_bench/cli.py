@@ -281,10 +281,12 @@ _ServingBackends = Annotated[
         '\'MLA_BACKEND {"kv_cache_dtype": "fp8"}\' (CUSTOM before vLLM 0.32).',
     ),
 ]
-_ServingOutput = Annotated[Path | None, _output("Results file (JSON). Another engine's rows in it are kept.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each shape; the median counts.")]
 _OutputByModel = Annotated[
     Path | None, _output("Results file (JSON). Another engine's or model's rows in it are kept.")
+]
+_Add = Annotated[
+    bool, typer.Option("--add", help="Keep the file's rows of this model; add those of new starts.")
 ]
 _Starts = Annotated[int, typer.Option(min=1, help="Starts of each engine, in turn.")]
 _Together = Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")]
@@ -320,34 +322,40 @@ def _check_installed(engine: str) -> None:
 def _measure_engines(
     settings: Settings,
     backends: list[str] | None,
+    meter: type[Meter],
+    starts: int,
     output: Path | None,
+    add: bool,
     commit: str | None,
-    starts: int | None = None,
-    meter: type[Meter] | None = None,
 ) -> tuple[list[Row], bool]:
-    """Rows of all backends, and whether all have them; saved row by row.
+    """Rows of all backends and starts, saved one by one, and whether no engine failed.
 
-    Args:
-        starts: how often each engine is started. Rows name the start, and the model, unless this is None.
-        meter: default: `serving.EngineMeter`.
+    With ``add``, the rows that the file has of the model are the first of them.
     """
     import torch
 
     from mla_backend_bench import serving as bench
     from mla_backend_bench.serving_engines import DRIVERS
 
-    backends = backends or DRIVERS[settings.engine].default_backends(torch.cuda.is_available())
+    _check_installed(settings.engine)
+    model = Path(settings.model).resolve().name
     rows: list[Row] = []
+    if add:
+        if output is None:
+            raise typer.BadParameter("--add needs the file that it adds to: -o FILE")
+        with _as_bad_parameter(InvalidInputError):
+            rows = bench.rows_of(output, settings.engine, model, commit)
+    backends = backends or DRIVERS[settings.engine].default_backends(torch.cuda.is_available())
+    first = 1 + max((row["start"] for row in rows), default=-1)
     failed: list[str] = []
 
     def on_failure(backend: str, log: str) -> None:
         failed.append(backend)
         typer.echo(f"{backend} failed; the end of its log:\n{log}", err=True)
 
-    for start in range(starts or 1):
-        named = {} if starts is None else {"start": start, "model": Path(settings.model).name}
-        for row in bench.run(settings, backends, on_failure, meter or bench.EngineMeter):
-            rows.append(named | row)
+    for start in range(first, first + starts):
+        for row in bench.run(settings, backends, on_failure, meter):
+            rows.append({"start": start, "model": model} | row)
             if output:
                 bench.save(output, rows, _command_line(), commit)
     if not rows:
@@ -363,9 +371,11 @@ def serving(
         list[str] | None, typer.Argument(help="BATCHxCONTEXT or BATCHxCACHED+NEW. Default: 1x1024 16x1024.")
     ] = None,
     backend: _ServingBackends = None,
-    output: _ServingOutput = None,
+    output: _OutputByModel = None,
+    add: _Add = False,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each request generates.")] = 129,
     rounds: _Rounds = 1,
+    starts: _Starts = 1,
     together: _Together = 1,
     dtype: _EngineDtype = "bfloat16",
     engine_options: _EngineOptions = "{}",
@@ -374,13 +384,13 @@ def serving(
 ) -> None:
     """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
     from mla_backend_bench import tables
+    from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import DRIVERS, Settings
 
     parsed = _check_engine_run(engine, shapes or ["1x1024", "16x1024"], backend, output)
     options = _json_object(engine_options)
-    _check_installed(engine)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
-    rows, all_ran = _measure_engines(settings, backend, output, commit)
+    rows, all_ran = _measure_engines(settings, backend, EngineMeter, starts, output, add, commit)
     tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
     if not all_ran:
         raise typer.Exit(1)
@@ -393,6 +403,7 @@ def layer(
     shapes: Annotated[list[str] | None, typer.Argument(help="BATCHxCONTEXT. Default: 1x8192.")] = None,
     backend: _ServingBackends = None,
     output: _OutputByModel = None,
+    add: _Add = False,
     starts: _Starts = 1,
     together: _Together = 1,
     engine_options: _EngineOptions = "{}",
@@ -401,6 +412,7 @@ def layer(
     """Count a layer's kernels in a decode step of an engine, and time it outside of its matrix products."""
     from mla_backend_bench import tables
     from mla_backend_bench.layer import STEPS, num_layers_of
+    from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import Settings
 
     parsed = _check_engine_run(engine, shapes or ["1x8192"], backend, output)
@@ -411,7 +423,7 @@ def layer(
     _device("bench layer", "cuda")
     new_tokens = STEPS + 1
     settings = Settings(engine, model, parsed, new_tokens, 1, together, "bfloat16", options, layers=layers)
-    rows, all_ran = _measure_engines(settings, backend, output, commit, starts)
+    rows, all_ran = _measure_engines(settings, backend, EngineMeter, starts, output, add, commit)
     tables.print_layers(make_console(), rows)
     if not all_ran:
         raise typer.Exit(1)
@@ -423,6 +435,7 @@ def load(
     model: Annotated[str, typer.Argument(help="Path of the model.")],
     backend: _ServingBackends = None,
     output: _OutputByModel = None,
+    add: _Add = False,
     concurrency: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Requests at a time; repeatable. Default: 1, 8, 32 and 128."),
@@ -447,17 +460,16 @@ def load(
     from mla_backend_bench.serving_engines import Load, Settings
 
     _check_engine_run(engine, [], backend, output)
-    with _as_bad_parameter(OSError):
+    with _as_bad_parameter(InvalidInputError):
         vocabulary_of(model)
     options = _json_object(engine_options)
-    _check_installed(engine)
     loads = [
         Load(number, max(waves * number, min_requests), prompt_tokens, new_tokens, range_ratio)
         for number in concurrency or (1, 8, 32, 128)
     ]
     longest = loads[0].longest(new_tokens)
     settings = Settings(engine, model, loads, longest, 1, together, dtype, options)
-    rows, all_ran = _measure_engines(settings, backend, output, commit, starts, ServerMeter)
+    rows, all_ran = _measure_engines(settings, backend, ServerMeter, starts, output, add, commit)
     tables.print_loads(make_console(), rows)
     if not all_ran:
         raise typer.Exit(1)

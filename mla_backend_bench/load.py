@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import language_config
 from mla_backend_bench.ports import free_port
 from mla_backend_bench.serving_engines import DRIVERS, Backend, Load, Settings
@@ -193,9 +194,19 @@ ENGINES = {
 
 
 def vocabulary_of(model: str) -> int:
-    """The number of token ids of a model in a folder."""
-    config = json.loads((Path(model) / "config.json").read_text())
-    return int(language_config(config)["vocab_size"])
+    """The number of token ids of a model in a folder.
+
+    Raises:
+        InvalidInputError: the folder has no config, or one that does not say.
+    """
+    path = Path(model) / "config.json"
+    try:
+        vocabulary = language_config(json.loads(path.read_text())).get("vocab_size")
+    except (AttributeError, OSError, ValueError) as error:
+        raise InvalidInputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(vocabulary, int):
+        raise InvalidInputError(f"{path} has no vocab_size")
+    return vocabulary
 
 
 def save_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -108,16 +109,42 @@ def save(path: Path, rows: list[Row], command: str, commit: str | None = None) -
     """Write a run's rows as JSON with their machine, versions, commit and command; keep other runs' rows."""
     results = load(path) if path.exists() else {"runs": {}, "rows": []}
     run = _run_of(rows[0])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    results["runs"][run] = environment.origin(device, commit) | {"command": command}
-    results["rows"] = [row for row in results["rows"] if _run_of(row) != run] + rows
+    replaced = (run, rows[0]["engine"])  # rows that name no model are older
+    results["runs"] = {name: facts for name, facts in results["runs"].items() if name not in replaced}
+    results["runs"][run] = _origin(commit) | {"command": command}
+    results["rows"] = [row for row in results["rows"] if _run_of(row) not in replaced] + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _run_of(row: Row) -> str:
-    """The run that a row is of: its engine, and its model, which only rows of `bench layer` name."""
+    """The run that a row is of: its engine and its model, which old rows do not name."""
     return " ".join(row[name] for name in ("engine", "model") if name in row)
+
+
+def _origin(commit: str | None) -> dict[str, Any]:
+    return environment.origin(torch.device("cuda" if torch.cuda.is_available() else "cpu"), commit)
+
+
+def rows_of(path: Path, engine: str, model: str, commit: str | None) -> list[Row]:
+    """The rows that a file has of a model, to which those of further starts are to be added.
+
+    Raises:
+        InvalidInputError: the file holds something else, or rows of another device, version or commit.
+    """
+    run = f"{engine} {model}"
+    results = load(path) if path.exists() else {"runs": {}}
+    if run not in results["runs"]:
+        return []
+    before, now = results["runs"][run], _origin(commit)
+    for origin in (before, now):
+        origin["device"] = origin["machine"]["device"]
+    for name in ("device", "versions", "commit"):
+        if before[name] != now[name]:
+            raise InvalidInputError(
+                f"{path} has rows of another {name}: {before[name]}, now {now[name]}; name another file"
+            )
+    return [row for row in results["rows"] if _run_of(row) == run]
 
 
 def _run_together(
@@ -125,11 +152,11 @@ def _run_together(
 ) -> Iterator[Row]:
     """Rows of backends whose engines run at the same time and measure in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            _EngineProcess(settings, backend, Path(tempfile.mkdtemp(dir=folder)), on_failure, meter)
-            for backend in backends
-        ]
+        processes: list[_EngineProcess] = []
         try:
+            for backend in backends:
+                place = Path(tempfile.mkdtemp(dir=folder))
+                processes.append(_EngineProcess(settings, backend, place, on_failure, meter))
             facts = [process.receive() for process in processes]
             for shape in settings.shapes:
                 times: list[list[dict[str, float]]] = [[] for _ in processes]
@@ -140,6 +167,10 @@ def _run_together(
                 for fact, measured in zip(facts, times, strict=True):
                     if measured:
                         yield {"engine": settings.engine} | fact | shape._asdict() | _medians(measured)
+        except BaseException:  # such as Ctrl-C
+            for process in processes:
+                process.kill()
+            raise
         finally:
             for process in processes:
                 process.stop()
@@ -174,7 +205,7 @@ class _EngineProcess:
             if self._connection.poll(TIMEOUT):
                 return self._connection.recv()
         self.running = False
-        self._kill()
+        self.kill()
         log = self._folder / "log"
         self._on_failure(self._backend, log.read_text()[-_LOG_CHARACTERS:] if log.exists() else "")
         return None
@@ -189,10 +220,10 @@ class _EngineProcess:
         self._connection.close()
         self._process.join(_END_SECONDS)
         if self._process.is_alive():
-            self._kill()
+            self.kill()
             self._process.join()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         assert self._process.pid is not None
         with contextlib.suppress(ProcessLookupError):  # the process has not called setsid yet
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -208,6 +239,7 @@ def _run_engine(
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ[counters.ENVIRONMENT_VARIABLE] = str(folder)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         parsed, driver = Backend.parse(backend), DRIVERS[settings.engine]
         os.environ |= driver.environment(parsed.name) | dict(os.environ) | parsed.environment
@@ -228,3 +260,11 @@ def _run_engine(
     finally:
         sys.stderr.flush()
         os.killpg(0, signal.SIGKILL)  # includes the engine's own processes, which may outlive this one
+
+
+def _end_with_parent() -> None:
+    """Wait until this process has another parent, because its own was killed; then end its group."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

@@ -189,7 +189,11 @@ def print_crossover(console: Console, calibration: Calibration) -> None:
 
 
 def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bool]) -> None:
-    """The times of each shape and backend, each with its ratio to ours; the fastest decode first."""
+    """The times of each shape and backend, each with its ratio to ours; the fastest decode first.
+
+    Medians over the starts.
+    """
+    rows = _over_starts(rows)
     titles = {
         "prefill_ms": "prefill ms",
         "decode_ms_per_step": "step ms",
@@ -235,13 +239,27 @@ def print_loads(console: Console, rows: list[Row]) -> None:
         "tpot_p99_ms": "p99",
     }
     table = _table(None, "backend", "at a time", *columns.values())
-    for concurrency in dict.fromkeys(row["concurrency"] for row in rows):
-        group = [row for row in rows if row["concurrency"] == concurrency]
-        for backend in dict.fromkeys(row["backend"] for row in group):
-            starts = [row for row in group if row["backend"] == backend]
-            numbers = (f"{median(row[name] for row in starts):.2f}" for name in columns)
-            table.add_row(backend, str(concurrency), *numbers)
+    for row in sorted(_over_starts(rows), key=lambda row: row["concurrency"]):
+        numbers = (f"{row[name]:.2f}" for name in columns)
+        table.add_row(row["backend"], str(row["concurrency"]), *numbers)
     console.print(table)
+
+
+def _over_starts(rows: list[Row]) -> list[Row]:
+    """One row for those that differ by their start alone, with the medians of what was measured."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        facts = {name: value for name, value in row.items() if not isinstance(value, float)}
+        facts = {name: value for name, value in facts.items() if name not in ("start", "cache_tokens")}
+        groups.setdefault(repr(facts), []).append(row)
+    return [
+        {
+            name: median(r[name] for r in group) if isinstance(value, float) else value
+            for name, value in first.items()
+        }
+        for group in groups.values()
+        for first in group[:1]
+    ]
 
 
 def _first_time(row: Row) -> float:

@@ -190,7 +190,7 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     options = ["--new-tokens", "3", "--together", "2", "--rounds", "2", "-o", str(path)]
     arguments = ["vllm", str(toy_engine), "1x4", "2x8", *backends, *options]
     outcome = CliRunner().invoke(app, ["serving", *arguments])
-    assert outcome.exit_code == 0, outcome.output
+    assert outcome.exit_code == 1, "because LIAR failed"
     written = json.loads(path.read_text())
     assert [(row["backend"], row["batch"], row["context"]) for row in written["rows"]] == [
         ("CUSTOM", 1, 4),
@@ -200,7 +200,7 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     ]
     for row in written["rows"]:
         assert row["version"] == "1.2" and row["prefill_ms"] >= 1 and "decode_ms_per_step" in row
-    assert written["runs"]["vllm"]["command"].startswith("mla-backend")
+    assert written["runs"][f"vllm {toy_engine.name}"]["command"].startswith("mla-backend")
     assert "LIAR failed" in outcome.output and "mla-backend's counters show" in outcome.output
     assert "prefill ms" in outcome.output and "step ms" in outcome.output
     ours, theirs = ((toy_engine / f"{backend}.log").read_text() for backend in ("CUSTOM", "OTHER"))
