@@ -410,14 +410,15 @@ def layer(
     commit: _Commit = None,
 ) -> None:
     """Count a layer's kernels in a decode step of an engine, and time it outside of its matrix products."""
+    from mla_backend.checkpoint import Checkpoint
     from mla_backend_bench import tables
-    from mla_backend_bench.layer import STEPS, num_layers_of
+    from mla_backend_bench.layer import STEPS
     from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import Settings
 
     parsed = _check_engine_run(engine, shapes or ["1x8192"], backend, output)
-    with _as_bad_parameter(OSError):
-        layers = num_layers_of(model)
+    with _as_bad_parameter(InvalidInputError):
+        layers = Checkpoint.find(model).num_layers
     options = _json_object(engine_options)
     _check_installed(engine)
     _device("bench layer", "cuda")

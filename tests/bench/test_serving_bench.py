@@ -322,6 +322,34 @@ def test_a_layer_is_measured_in_the_graphs_of_a_trace(tmp_path):
         layer.measure(engine, Shape(1, 8), num_layers=3)
 
 
+@pytest.mark.parametrize(
+    "config, layers",
+    [
+        ({"num_hidden_layers": 9}, 9),
+        ({"text_config": {"num_hidden_layers": 8}}, 8),
+        ({"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}}, 3),
+        ({"num_hidden_layers": 24, "layer_group_size": 4}, 6),
+    ],
+    ids=["plain", "multimodal", "Kimi-Linear", "Ling"],
+)
+def test_bench_layer_divides_by_the_layers_with_latent_attention(tmp_path, monkeypatch, config, layers):
+    latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "hidden_size": 512}
+    part = config.get("text_config", config)
+    part |= latents | {"num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(cli, "_device", lambda *_: None)
+    seen = []
+
+    def measure(settings, *_):
+        seen.append(settings.layers)
+        return [], True
+
+    monkeypatch.setattr(cli, "_measure_engines", measure)
+    outcome = CliRunner().invoke(app, ["layer", "vllm", str(tmp_path)])
+    assert outcome.exit_code == 0 and seen == [layers], outcome.output
+
+
 def test_rows_of_another_model_are_kept(tmp_path):
     path = tmp_path / "layer.json"
     for model, step in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
