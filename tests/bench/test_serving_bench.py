@@ -359,6 +359,15 @@ def test_rows_of_another_model_are_kept(tmp_path):
     assert set(written["runs"]) == {"vllm a", "vllm b"}
 
 
+def test_rows_that_name_no_model_are_older_and_replaced(tmp_path):
+    path = tmp_path / "results.json"
+    for row in ({"engine": "sglang"}, {"engine": "vllm"}, {"engine": "vllm", "model": "a"}):
+        serving.save(path, [row], "command", "c0ffee")
+    written = json.loads(path.read_text())
+    assert written["rows"] == [{"engine": "sglang"}, {"engine": "vllm", "model": "a"}]
+    assert set(written["runs"]) == {"sglang", "vllm a"}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
