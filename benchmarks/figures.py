@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,67 @@ FORMATS = {"auto": "16 bits", "fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_ds_mla": "
 
 def backend_name(row: Row) -> str:
     return "mla-backend" if row["backend"] in ("CUSTOM", "MLA_BACKEND", "mla_backend") else row["backend"]
+
+
+LOADS = ("load-vllm-h200.json", "load-sglang-h200.json")
+LOADED_MODELS = {
+    "v2-lite": "DeepSeek-V2-Lite's shape",
+    "v3-layer": "16 layers like DeepSeek-V3's, as one of 8 GPUs sees them",
+}
+
+
+def load_section() -> str:
+    """Figures of servers under load, medians over their starts; empty while there is no file of them."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for name in LOADS:
+        for row in load(name)["rows"] if (RESULTS / name).exists() else []:
+            found.setdefault((row["model"], name), []).append(row)
+    if not found:
+        return ""
+    row = next(iter(found.values()))[0]
+    spans = [
+        f"{row[key] * (1 - row['range_ratio']):,.0f} to {row[key] * (1 + row['range_ratio']):,.0f}"
+        for key in ("prompt_tokens", "new_tokens")
+    ]
+    parts = [
+        "### Under load",
+        "Servers under the engines' own load generators, on an H200, bf16: random prompts of "
+        f"{spans[0]} tokens, each of which continues with {spans[1]}. Time to the first token (TTFT) and per "
+        "further token (TPOT) of a request ([method](../benchmarks/README.md#servers-under-load)).",
+    ]
+    parts[1] = textwrap.fill(parts[1], 120, break_on_hyphens=False)
+    for (model, name), rows in found.items():
+        starts = 1 + max(row["start"] for row in rows)
+        counted = f"medians of {starts} starts" if starts > 1 else "one start"
+        file = f"[{name}](../benchmarks/results/{name})"
+        parts += [f"{LOADED_MODELS.get(model, model)}, {counted} ({file}):", load_table(rows)]
+    return "\n\n".join(parts)
+
+
+def load_table(rows: list[Row]) -> str:
+    """One line for each number of requests at a time and each backend; the best of each in bold."""
+    loads: dict[int, dict[str, list[Row]]] = {}
+    for row in rows:
+        options = f" with {json.dumps(row['options'])}" if "options" in row else ""
+        loads.setdefault(row["concurrency"], {}).setdefault(backend_name(row) + options, []).append(row)
+    lines = []
+    for concurrency, backends in loads.items():
+        medians = {
+            name: [median(row[key] for row in starts) for key in LOAD_COLUMNS]
+            for name, starts in backends.items()
+        }
+        best = [
+            (max if key.endswith("_per_s") else min)(column)
+            for key, column in zip(LOAD_COLUMNS, zip(*medians.values(), strict=True), strict=True)
+        ]
+        for name, numbers in medians.items():
+            texts = [digits(number) if number >= 100 else step(number) for number in numbers]
+            cells = [
+                f"**{text}**" if number == most and len(medians) > 1 else text
+                for text, number, most in zip(texts, numbers, best, strict=True)
+            ]
+            lines.append([str(concurrency), name, *cells])
+    return table([f"at a time, {title_of(rows[0])}", "backend", *LOAD_COLUMNS.values()], *lines)
 
 
 def fp8_engines_table() -> str:
@@ -456,11 +518,21 @@ def deepseek_prefill_table() -> str:
     return table(["tokens", "ours", "FlashAttention-2", "efficient attention", "FlashAttention-3"], *lines)
 
 
+LOAD_COLUMNS = {
+    "requests_per_s": "requests/s",
+    "output_tokens_per_s": "tokens/s",
+    "ttft_p50_ms": "TTFT p50, ms",
+    "ttft_p99_ms": "p99",
+    "tpot_p50_ms": "TPOT p50, ms",
+    "tpot_p99_ms": "p99",
+}
+"""With their titles."""
 LAYER_COLUMNS = {"kernels_per_layer": 0, "attention_us_per_layer": 1, "step_ms": 3}
 """With their decimals."""
 
 TABLES: dict[str, Callable[[], str]] = {
     "layer": layer_table,
+    "load": load_section,
     "vllm": lambda: serving_table(VLLM),
     "sglang": lambda: serving_table(SGLANG),
     "gpu-time": gpu_time,
@@ -481,10 +553,11 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def updated(page: str) -> str:
-    """A page with the tables of today's results between its comments."""
+    """A page with the tables of today's results between its comments; nothing where there are no results."""
     for name, make in TABLES.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        page = re.sub(pattern, lambda m, make=make: f"{m[1]}\n{make()}\n\n{m[2]}", page, flags=re.DOTALL)
+        text = f"\n{made}\n\n" if (made := make()) else ""
+        page = re.sub(pattern, lambda m, text=text: f"{m[1]}{text}{m[2]}", page, flags=re.DOTALL)
     return page
 
 

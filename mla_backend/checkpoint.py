@@ -46,6 +46,7 @@ class Checkpoint:
             earlier layer has chosen (GLM-5.2).
         indexer_bytes: of a token in the cache of one indexer; 0 without indexers.
         has_sinks: whether attention has sinks.
+        says_no_rotation: whether the config has ``use_mla_nope``.
         has_windows: whether some layers have sliding windows.
     """
 
@@ -62,6 +63,7 @@ class Checkpoint:
     num_indexers: int
     indexer_bytes: int
     has_sinks: bool
+    says_no_rotation: bool
     has_windows: bool
 
     @classmethod
@@ -117,6 +119,7 @@ class Checkpoint:
             num_indexers=_num_indexers(config, num_layers),
             indexer_bytes=_indexer_bytes(config),
             has_sinks=bool(config.get("learnable_sink")),
+            says_no_rotation=bool(config.get("use_mla_nope")),
             has_windows="sliding_attention" in _list(config, "layer_types"),
         )
 

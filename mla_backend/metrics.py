@@ -5,7 +5,7 @@ metric                             labels
 =================================  ==================================================================
 ``mla_backend_tokens_total``       ``path``, as in :mod:`mla_backend.counters`; ``kernel``: the
                                    decoder's implementation, or for vanilla prefill the library that
-                                   attends (empty in vLLM, which chooses it); ``cache_format``
+                                   attends; ``cache_format``
 ``mla_backend_builds_total``       ``arch``; ``result``: "built" or "failed"
 ``mla_backend_build_seconds_total``  ``arch``
 =================================  ==================================================================

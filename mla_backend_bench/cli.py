@@ -21,7 +21,8 @@ from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedE
 if TYPE_CHECKING:
     import torch
 
-    from mla_backend_bench.serving_engines import Shape
+    from mla_backend_bench.serving import Meter, Row
+    from mla_backend_bench.serving_engines import Settings, Shape
 
 app = typer.Typer(no_args_is_help=True, help="Measure attention kernels and whole engines on this machine.")
 
@@ -280,8 +281,16 @@ _ServingBackends = Annotated[
         '\'MLA_BACKEND {"kv_cache_dtype": "fp8"}\' (CUSTOM before vLLM 0.32).',
     ),
 ]
-_ServingOutput = Annotated[Path | None, _output("Results file (JSON). Another engine's rows in it are kept.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each shape; the median counts.")]
+_OutputByModel = Annotated[
+    Path | None, _output("Results file (JSON). Another engine's or model's rows in it are kept.")
+]
+_Add = Annotated[
+    bool, typer.Option("--add", help="Keep the file's rows of this model; add those of new starts.")
+]
+_Starts = Annotated[int, typer.Option(min=1, help="Starts of each engine, in turn.")]
+_Together = Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")]
+_EngineDtype = Annotated[str, typer.Option("--dtype", help="Passed to the engine.")]
 _EngineOptions = Annotated[
     str, typer.Option(help="Further arguments of the engine's constructor, a JSON object.")
 ]
@@ -305,6 +314,55 @@ def _check_engine_run(
     return parsed
 
 
+def _check_installed(engine: str) -> None:
+    if importlib.util.find_spec(engine) is None:
+        end(f"{engine} is not installed here")
+
+
+def _measure_engines(
+    settings: Settings,
+    backends: list[str] | None,
+    meter: type[Meter],
+    starts: int,
+    output: Path | None,
+    add: bool,
+    commit: str | None,
+) -> tuple[list[Row], bool]:
+    """Rows of all backends and starts, saved one by one, and whether no engine failed.
+
+    With ``add``, the rows that the file has of the model are the first of them.
+    """
+    import torch
+
+    from mla_backend_bench import serving as bench
+    from mla_backend_bench.serving_engines import DRIVERS
+
+    _check_installed(settings.engine)
+    model = Path(settings.model).resolve().name
+    rows: list[Row] = []
+    if add:
+        if output is None:
+            raise typer.BadParameter("--add needs the file that it adds to: -o FILE")
+        with _as_bad_parameter(InvalidInputError):
+            rows = bench.rows_of(output, settings.engine, model, commit)
+    backends = backends or DRIVERS[settings.engine].default_backends(torch.cuda.is_available())
+    first = 1 + max((row["start"] for row in rows), default=-1)
+    failed: list[str] = []
+
+    def on_failure(backend: str, log: str) -> None:
+        failed.append(backend)
+        typer.echo(f"{backend} failed; the end of its log:\n{log}", err=True)
+
+    for start in range(first, first + starts):
+        for row in bench.run(settings, backends, on_failure, meter):
+            rows.append({"start": start, "model": model} | row)
+            if output:
+                bench.save(output, rows, _command_line(), commit)
+    if not rows:
+        raise typer.Exit(1)
+    return rows, not failed
+
+
 @app.command()
 def serving(
     engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
@@ -313,37 +371,29 @@ def serving(
         list[str] | None, typer.Argument(help="BATCHxCONTEXT or BATCHxCACHED+NEW. Default: 1x1024 16x1024.")
     ] = None,
     backend: _ServingBackends = None,
-    output: _ServingOutput = None,
+    output: _OutputByModel = None,
+    add: _Add = False,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each request generates.")] = 129,
     rounds: _Rounds = 1,
-    together: Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Passed to the engine.")] = "bfloat16",
+    starts: _Starts = 1,
+    together: _Together = 1,
+    dtype: _EngineDtype = "bfloat16",
     engine_options: _EngineOptions = "{}",
     profile: Annotated[bool, typer.Option(help="Also time by the engine's profiler, on a GPU.")] = True,
     commit: _Commit = None,
 ) -> None:
     """Time prefill and decode of a whole engine, with this backend and with the engine's own."""
-    import torch
-
-    from mla_backend_bench import serving as bench
     from mla_backend_bench import tables
+    from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import DRIVERS, Settings
 
     parsed = _check_engine_run(engine, shapes or ["1x1024", "16x1024"], backend, output)
     options = _json_object(engine_options)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
-    if importlib.util.find_spec(engine) is None:
-        end(f"{engine} is not installed here")
-
-    rows: list[bench.Row] = []
-    backends = backend or DRIVERS[engine].default_backends(torch.cuda.is_available())
-    for row in bench.run(settings, backends, _print_log):
-        rows.append(row)
-        if output:
-            bench.save(output, rows, _command_line(), commit)
-    if not rows:
-        raise typer.Exit(1)
+    rows, all_ran = _measure_engines(settings, backend, EngineMeter, starts, output, add, commit)
     tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
+    if not all_ran:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -352,37 +402,78 @@ def layer(
     model: Annotated[str, typer.Argument(help="Path of the model.")],
     shapes: Annotated[list[str] | None, typer.Argument(help="BATCHxCONTEXT. Default: 1x8192.")] = None,
     backend: _ServingBackends = None,
-    output: Annotated[
-        Path | None, _output("Results file (JSON). Another engine's or model's rows in it are kept.")
-    ] = None,
-    starts: Annotated[int, typer.Option(min=1, help="Starts of each engine, in turn.")] = 1,
-    together: Annotated[int, typer.Option(min=1, help="Engines that run at the same time.")] = 1,
+    output: _OutputByModel = None,
+    add: _Add = False,
+    starts: _Starts = 1,
+    together: _Together = 1,
     engine_options: _EngineOptions = "{}",
     commit: _Commit = None,
 ) -> None:
     """Count a layer's kernels in a decode step of an engine, and time it outside of its matrix products."""
-    from mla_backend_bench import serving as bench
+    from mla_backend.checkpoint import Checkpoint
     from mla_backend_bench import tables
-    from mla_backend_bench.layer import STEPS, num_layers_of
-    from mla_backend_bench.serving_engines import DRIVERS, Settings
+    from mla_backend_bench.layer import STEPS
+    from mla_backend_bench.serving import EngineMeter
+    from mla_backend_bench.serving_engines import Settings
 
     parsed = _check_engine_run(engine, shapes or ["1x8192"], backend, output)
-    with _as_bad_parameter(OSError):
-        layers = num_layers_of(model)
+    with _as_bad_parameter(InvalidInputError):
+        layers = Checkpoint.find(model).num_layers
     options = _json_object(engine_options)
+    _check_installed(engine)
     _device("bench layer", "cuda")
     new_tokens = STEPS + 1
     settings = Settings(engine, model, parsed, new_tokens, 1, together, "bfloat16", options, layers=layers)
-    rows: list[bench.Row] = []
-    backends = backend or DRIVERS[engine].default_backends(True)
-    for start in range(starts):
-        for row in bench.run(settings, backends, _print_log):
-            rows.append({"start": start, "model": Path(model).name} | row)
-            if output:
-                bench.save(output, rows, _command_line(), commit)
-    if not rows:
-        raise typer.Exit(1)
+    rows, all_ran = _measure_engines(settings, backend, EngineMeter, starts, output, add, commit)
     tables.print_layers(make_console(), rows)
+    if not all_ran:
+        raise typer.Exit(1)
+
+
+@app.command()
+def load(
+    engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
+    model: Annotated[str, typer.Argument(help="Path of the model.")],
+    backend: _ServingBackends = None,
+    output: _OutputByModel = None,
+    add: _Add = False,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Requests at a time; repeatable. Default: 1, 8, 32 and 128."),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, on average.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(min=3, help="Tokens that a request makes, on average.")] = 256,
+    range_ratio: Annotated[
+        float,
+        typer.Option(min=0, max=0.9, help="Lengths are drawn from 1 - R to 1 + R times these averages."),
+    ] = 0.5,
+    waves: Annotated[int, typer.Option(min=1, help="Requests, as a multiple of the concurrency.")] = 4,
+    min_requests: Annotated[int, typer.Option(min=1, help="Requests, at least.")] = 16,
+    starts: _Starts = 1,
+    together: _Together = 1,
+    dtype: _EngineDtype = "bfloat16",
+    engine_options: _EngineOptions = "{}",
+    commit: _Commit = None,
+) -> None:
+    """Put an engine's server under load by the engine's own generator, with this backend and with others."""
+    from mla_backend_bench import tables
+    from mla_backend_bench.load import ServerMeter, vocabulary_of
+    from mla_backend_bench.serving_engines import Load, Settings
+
+    _check_engine_run(engine, [], backend, output)
+    with _as_bad_parameter(InvalidInputError):
+        vocabulary_of(model)
+    options = _json_object(engine_options)
+    loads = [
+        Load(number, max(waves * number, min_requests), prompt_tokens, new_tokens, range_ratio)
+        for number in concurrency or (1, 8, 32, 128)
+    ]
+    longest = loads[0].longest(new_tokens)
+    settings = Settings(engine, model, loads, longest, 1, together, dtype, options)
+    rows, all_ran = _measure_engines(settings, backend, ServerMeter, starts, output, add, commit)
+    tables.print_loads(make_console(), rows)
+    if not all_ran:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -450,10 +541,6 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 def _command_line() -> str:
     """This command, as `mla-backend` takes it."""
     return shlex.join(["mla-backend", "bench", *sys.argv[1 + (sys.argv[1:2] == ["bench"]) :]])
-
-
-def _print_log(backend: str, log: str) -> None:
-    typer.echo(f"{backend} failed; the end of its log:\n{log}", err=True)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import shutil
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from mla_backend_bench.serving_engines import Driver, Shape
 from mla_backend_bench.serving_timing import random_prompts
@@ -28,6 +27,8 @@ Kernels = list[tuple[float, float, bool]]
 
 def measure(engine: Driver, shape: Shape, num_layers: int) -> dict[str, float]:
     """The medians over decode steps of kernels_per_layer, attention_us_per_layer and step_ms.
+
+    ``num_layers`` are the layers with latent attention.
 
     attention_us_per_layer is the time in which no matrix product of the step runs: attention, norms,
     rotation, append, activations, and the gaps between kernels. step_ms is the time from the first kernel of
@@ -76,9 +77,3 @@ def outside_products(kernels: Kernels) -> float:
         busy += max(end - max(start, last), 0)
         last = max(last, end)
     return span(kernels) - busy
-
-
-def num_layers_of(model: str) -> int:
-    """Of a model in a folder."""
-    config: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
-    return int(config["num_hidden_layers"])

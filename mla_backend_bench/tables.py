@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
@@ -188,7 +189,11 @@ def print_crossover(console: Console, calibration: Calibration) -> None:
 
 
 def print_serving(console: Console, rows: list[Row], is_ours: Callable[[str], bool]) -> None:
-    """The times of each shape and backend, each with its ratio to ours; the fastest decode first."""
+    """The times of each shape and backend, each with its ratio to ours; the fastest decode first.
+
+    Medians over the starts.
+    """
+    rows = _over_starts(rows)
     titles = {
         "prefill_ms": "prefill ms",
         "decode_ms_per_step": "step ms",
@@ -221,6 +226,40 @@ def print_layers(console: Console, rows: list[Row]) -> None:
         numbers = (f"{row[name]:.2f}" for name in ("kernels_per_layer", "attention_us_per_layer"))
         table.add_row(row["backend"], *_shape_of(row), str(row["start"]), *numbers, f"{row['step_ms']:.4f}")
     console.print(table)
+
+
+def print_loads(console: Console, rows: list[Row]) -> None:
+    """The rows of `bench load`, medians over the starts, load by load."""
+    columns = {
+        "requests_per_s": "requests/s",
+        "output_tokens_per_s": "tokens/s",
+        "ttft_p50_ms": "TTFT p50 ms",
+        "ttft_p99_ms": "p99",
+        "tpot_p50_ms": "TPOT p50 ms",
+        "tpot_p99_ms": "p99",
+    }
+    table = _table(None, "backend", "at a time", *columns.values())
+    for row in sorted(_over_starts(rows), key=lambda row: row["concurrency"]):
+        numbers = (f"{row[name]:.2f}" for name in columns)
+        table.add_row(row["backend"], str(row["concurrency"]), *numbers)
+    console.print(table)
+
+
+def _over_starts(rows: list[Row]) -> list[Row]:
+    """One row for those that differ by their start alone, with the medians of what was measured."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        facts = {name: value for name, value in row.items() if not isinstance(value, float)}
+        facts = {name: value for name, value in facts.items() if name not in ("start", "cache_tokens")}
+        groups.setdefault(repr(facts), []).append(row)
+    return [
+        {
+            name: median(r[name] for r in group) if isinstance(value, float) else value
+            for name, value in first.items()
+        }
+        for group in groups.values()
+        for first in group[:1]
+    ]
 
 
 def _first_time(row: Row) -> float:

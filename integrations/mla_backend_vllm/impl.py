@@ -37,7 +37,7 @@ from mla_backend_vllm import (
 )
 from mla_backend_vllm.adapters import refuse_adapters
 from mla_backend_vllm.metadata import Metadata
-from mla_backend_vllm.prefill_backend import attend_to_context, is_gathered_by_vllm
+from mla_backend_vllm.prefill_backend import attend_to_context, is_gathered_by_vllm, library_of
 from mla_backend_vllm.scales import FP8_FORMATS, load_scales_of
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         **kwargs: Any,
     ) -> None:
         """vLLM's regular prefill, on the prefill backend that the metadata builder chose."""
-        counters.add("vanilla_prefill", q.shape[0], cache_format=self.kv_format.name)
+        library = library_of(attn_metadata.prefill.prefill_backend)
+        counters.add("vanilla_prefill", q.shape[0], kernel=library, cache_format=self.kv_format.name)
         has_context = attn_metadata.prefill.chunked_context is not None
         if has_context and kv_c_and_k_pe_cache.is_cpu and self.kv_format.is_quantized:
             kv_c_and_k_pe_cache = self._dequantized_context(

@@ -40,7 +40,7 @@ from mla_backend.spec import DecoderSpec
 from mla_backend_vllm import BACKEND_NAME
 from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
 from mla_backend_vllm.kimi_k3 import keep_in_16_bits
-from mla_backend_vllm.prefill_backend import MLAPrefill
+from mla_backend_vllm.prefill_backend import MLAPrefill, library_of
 from mla_backend_vllm.sharding import shard_of, with_lengths_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints only the logs below its own name
@@ -134,11 +134,12 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             for append in fused:
                 append.launch = launch
         self.decoder = engines.make_decoder(spec, BACKEND_NAME)
-        library = self._prefill_backend.get_name()
         if isinstance(self._prefill_backend, MLAPrefill):
             widths = (geometry.qk_head_dim, geometry.v_head_dim)
-            library = prefill.prepare(device, spec.dtype, *widths, batch_invariant=spec.batch_invariant)
-        self._log_start(kernels, library, impl.why_not_fused)
+            self._prefill_backend.library = prefill.prepare(
+                device, spec.dtype, *widths, batch_invariant=spec.batch_invariant
+            )
+        self._log_start(kernels, library_of(self._prefill_backend), impl.why_not_fused)
 
     def _log_start(self, kernels: str | None, library: str, why_not_fused: str | None) -> None:
         counters.open_file()

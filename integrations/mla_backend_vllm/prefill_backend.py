@@ -16,8 +16,13 @@ from mla_backend_vllm import BACKEND_NAME
 
 
 class MLAPrefill(MLAPrefillBackend):
-    """Prefill with any head dimensions, on the best attention library that is installed."""
+    """Prefill with any head dimensions, on the best attention library that is installed.
 
+    Attributes:
+        library: its name, once the metadata builder knows it.
+    """
+
+    library: str = BACKEND_NAME
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
     @staticmethod
@@ -111,6 +116,14 @@ class MLAPrefill(MLAPrefillBackend):
             return result
         out, lse = result
         return out, lse.T.contiguous()
+
+
+def library_of(prefill_backend: MLAPrefillBackend) -> str:
+    """The name of what attends in a prefill."""
+    if isinstance(prefill_backend, MLAPrefill):
+        return prefill_backend.library
+    name: str = prefill_backend.get_name()
+    return name
 
 
 def is_gathered_by_vllm(width: int, device_type: str) -> bool:

@@ -44,6 +44,7 @@ from mla_backend_vllm.metadata import (
     merge_all_context,
     with_graph_padding,
 )
+from mla_backend_vllm.prefill_backend import library_of
 from mla_backend_vllm.sparse_step import (
     PAGE_SIZE,
     CopiedPrompts,
@@ -336,10 +337,20 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
             )
         return out, lse
 
-    def forward_mha(self, q: Tensor, *args: Any, **kwargs: Any) -> None:
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SparseMetadata,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """vLLM's regular prefill."""
-        counters.add("vanilla_prefill", q.shape[0], cache_format=self.kv_format.name)
-        super().forward_mha(q, *args, **kwargs)
+        library = library_of(attn_metadata.prefill.prefill_backend)
+        counters.add("vanilla_prefill", q.shape[0], kernel=library, cache_format=self.kv_format.name)
+        super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **kwargs)
 
 
 class SparseBackend(VllmMLABackend):

@@ -151,6 +151,11 @@ def _reasons_against_engines(checkpoint: Checkpoint, target: Target) -> dict[str
     of_vllm = 64 if checkpoint.is_sparse else 16
     if target.page_size % of_vllm:
         reasons[VLLM.name] = f"not in vLLM, whose --block-size must be a multiple of {of_vllm}"
+    if checkpoint.says_no_rotation and (columns := checkpoint.geometry.qk_rope_head_dim):
+        reasons[SGLANG.name] = (
+            f"not in SGLang, which with use_mla_nope makes a cache without the {columns} columns of the "
+            "layers' qk_rope_head_dim"
+        )
     for name, support in _support(checkpoint).items():
         if not support.on(target.device_type).is_served:
             reasons.setdefault(name, f"not in {name}, because {support.reason}")

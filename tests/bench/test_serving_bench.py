@@ -190,7 +190,7 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     options = ["--new-tokens", "3", "--together", "2", "--rounds", "2", "-o", str(path)]
     arguments = ["vllm", str(toy_engine), "1x4", "2x8", *backends, *options]
     outcome = CliRunner().invoke(app, ["serving", *arguments])
-    assert outcome.exit_code == 0, outcome.output
+    assert outcome.exit_code == 1, "because LIAR failed"
     written = json.loads(path.read_text())
     assert [(row["backend"], row["batch"], row["context"]) for row in written["rows"]] == [
         ("CUSTOM", 1, 4),
@@ -200,7 +200,7 @@ def test_command_measures_each_backend_in_an_engine_of_its_own(toy_engine):
     ]
     for row in written["rows"]:
         assert row["version"] == "1.2" and row["prefill_ms"] >= 1 and "decode_ms_per_step" in row
-    assert written["runs"]["vllm"]["command"].startswith("mla-backend")
+    assert written["runs"][f"vllm {toy_engine.name}"]["command"].startswith("mla-backend")
     assert "LIAR failed" in outcome.output and "mla-backend's counters show" in outcome.output
     assert "prefill ms" in outcome.output and "step ms" in outcome.output
     ours, theirs = ((toy_engine / f"{backend}.log").read_text() for backend in ("CUSTOM", "OTHER"))
@@ -322,6 +322,34 @@ def test_a_layer_is_measured_in_the_graphs_of_a_trace(tmp_path):
         layer.measure(engine, Shape(1, 8), num_layers=3)
 
 
+@pytest.mark.parametrize(
+    "config, layers",
+    [
+        ({"num_hidden_layers": 9}, 9),
+        ({"text_config": {"num_hidden_layers": 8}}, 8),
+        ({"num_hidden_layers": 27, "linear_attn_config": {"full_attn_layers": [4, 8, 12]}}, 3),
+        ({"num_hidden_layers": 24, "layer_group_size": 4}, 6),
+    ],
+    ids=["plain", "multimodal", "Kimi-Linear", "Ling"],
+)
+def test_bench_layer_divides_by_the_layers_with_latent_attention(tmp_path, monkeypatch, config, layers):
+    latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "hidden_size": 512}
+    part = config.get("text_config", config)
+    part |= latents | {"num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(cli, "_device", lambda *_: None)
+    seen = []
+
+    def measure(settings, *_):
+        seen.append(settings.layers)
+        return [], True
+
+    monkeypatch.setattr(cli, "_measure_engines", measure)
+    outcome = CliRunner().invoke(app, ["layer", "vllm", str(tmp_path)])
+    assert outcome.exit_code == 0 and seen == [layers], outcome.output
+
+
 def test_rows_of_another_model_are_kept(tmp_path):
     path = tmp_path / "layer.json"
     for model, step in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
@@ -329,6 +357,15 @@ def test_rows_of_another_model_are_kept(tmp_path):
     written = json.loads(path.read_text())
     assert [(row["model"], row["step_ms"]) for row in written["rows"]] == [("b", 2.0), ("a", 3.0)]
     assert set(written["runs"]) == {"vllm a", "vllm b"}
+
+
+def test_rows_that_name_no_model_are_older_and_replaced(tmp_path):
+    path = tmp_path / "results.json"
+    for row in ({"engine": "sglang"}, {"engine": "vllm"}, {"engine": "vllm", "model": "a"}):
+        serving.save(path, [row], "command", "c0ffee")
+    written = json.loads(path.read_text())
+    assert written["rows"] == [{"engine": "sglang"}, {"engine": "vllm", "model": "a"}]
+    assert set(written["runs"]) == {"sglang", "vllm a"}
 
 
 @pytest.mark.parametrize(

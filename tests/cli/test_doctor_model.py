@@ -322,6 +322,15 @@ def test_the_verdict_says_on_which_gpus_kernels_have_run(model, arch, verdict):
     assert code == 0 and output.endswith(verdict)
 
 
+def test_the_verdict_foresees_what_sglang_refuses(model):
+    unrotated = CONFIGS["V2-Lite"] | {"use_mla_nope": True}
+    code, output = doctor(model(unrotated), *HOPPER)
+    assert code == 0 and "served on sm_90a; not in SGLang, which with use_mla_nope makes a cache" in output
+    assert "vllm serve" in output and "sglang.launch_server" not in output
+    code, output = doctor(model(unrotated | {"qk_rope_head_dim": 0}), *HOPPER)
+    assert code == 0 and "sglang.launch_server" in output and "not in SGLang" not in output
+
+
 def test_the_verdict_names_an_engine_that_does_not_serve_the_model(model):
     code, output = doctor(model(CONFIGS["V2-Lite"] | {"model_type": "axk1"}), *HOPPER)
     assert code == 0

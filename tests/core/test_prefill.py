@@ -771,7 +771,7 @@ def test_flash_attention_3_gives_the_lse_as_others_do():
 
 
 @pytest.mark.parametrize(
-    "engine_runs, version, found", [(True, 3, True), (True, 2, False), (False, 3, False)]
+    "engine_runs, version, found", [(True, 3, True), (True, 2, False), (True, 4, False), (False, 3, False)]
 )
 def test_an_engines_copy_is_taken_if_it_is_flash_attention_3(monkeypatch, engine_runs, version, found):
     """Not imported for this, which would take seconds."""

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import scenarios
 
 from make_checkpoint import make_checkpoint as write_checkpoint
+from mla_backend_bench.ports import free_port
 from tests.support import processes
 from tests.support.greedy import assert_clear_choices
 from tests.support.missing import skip_without
-from tests.support.ports import free_port
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

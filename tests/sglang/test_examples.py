@@ -5,7 +5,7 @@ import ast
 import pytest
 from conftest import REPOSITORY, run_script
 
-from tests.support.ports import free_port
+from mla_backend_bench.ports import free_port
 
 pytestmark = pytest.mark.newest
 

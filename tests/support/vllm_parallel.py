@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.support.ports import free_port  # noqa: E402
+from mla_backend_bench.ports import free_port  # noqa: E402
 from tests.support.vllm_workload import generate, prompts  # noqa: E402
 
 RANKS = 2

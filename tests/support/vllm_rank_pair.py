@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from mla_backend_bench.ports import free_port
 from tests.support.greedy import Sequence
-from tests.support.ports import free_port
 
 RANKS = 2
 _SCRIPT = Path(__file__).with_name("vllm_ranks.py")

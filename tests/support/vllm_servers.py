@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mla_backend import counters
+from mla_backend_bench.ports import free_port
 from tests.support.greedy import Sequence
 from tests.support.nixl_on_cpu import let_nixl_sleep
-from tests.support.ports import free_port
 from tests.support.processes import kill_group
 from tests.support.vllm_workload import clean_up, freeze_for_good, generate
 

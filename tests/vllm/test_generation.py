@@ -11,7 +11,7 @@ import vllm
 from safetensors.torch import load_file, save_file
 
 from make_checkpoint import make_checkpoint
-from mla_backend import counters
+from mla_backend import counters, metrics
 from mla_backend_vllm import impl, metadata, selection_name
 from mla_backend_vllm.prefill_backend import attend_to_context
 from tests.support.vllm_outputs import (
@@ -132,10 +132,14 @@ def test_absorbed_weights_take_no_memory_and_are_not_saved(start_engine, dense_p
 
 
 @pytest.mark.newest
-def test_start_up_log(start_engine, dense_path, monkeypatch):
-    messages = []
+def test_start_up_log_and_labels_of_metrics(start_engine, dense_path, monkeypatch):
+    messages, labels = [], set()
     monkeypatch.setattr(metadata.logger, "info_once", lambda text, *values: messages.append(text % values))
-    start_engine(dense_path, attention_backend=NAME, block_size=48)
+    monkeypatch.setattr(metrics, "count_tokens", lambda path, _, *label: labels.add((path, *label)))
+    llm = start_engine(dense_path, attention_backend=NAME, block_size=48)
+    llm.generate({"prompt_token_ids": [5] * 900}, vllm.SamplingParams(max_tokens=2, ignore_eos=True))
+    paths = ("vanilla_prefill", "absorbed_decode")
+    assert labels == {(path, "torch", "float32") for path in paths}
     (message,) = messages
     version = importlib.metadata.version("mla-backend")
     assert message.startswith(f"mla-backend {version} in vLLM {vllm.__version__} (supported) on the CPU; ")

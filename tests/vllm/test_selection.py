@@ -499,6 +499,38 @@ def test_methods_take_what_vllms_own_take():
                 assert set(parameters(theirs)) <= set(taken), f"{cls.__name__}.{name}"
 
 
+class WithKernelHook:
+    """As vLLM 0.33's sparse implementations, whose attention ends in a method that each backend has."""
+
+    def forward_mqa(self):
+        return self._forward_mqa_kernel(is_decode=True)
+
+    def _forward_mqa_kernel(self, *, is_decode):
+        raise NotImplementedError
+
+
+def test_no_method_that_vllm_leaves_to_its_backends_is_reached():
+    from mla_backend_vllm import impl, sparse
+
+    class Ours(WithKernelHook):
+        def forward_mqa(self):
+            """Needs no kernel of vLLM's."""
+
+    assert reached_stubs(WithKernelHook) == {"_forward_mqa_kernel"} and not reached_stubs(Ours)
+    for cls in (impl.MLAImpl, sparse.SparseImpl):
+        assert not reached_stubs(cls), cls.__name__
+
+
+def reached_stubs(cls):
+    """Methods that only raise NotImplementedError, and are named in another method of the class."""
+    methods = {}
+    for base in reversed(cls.__mro__):
+        methods |= {name: method for name, method in vars(base).items() if inspect.isfunction(method)}
+    named = {name: method.__code__.co_names for name, method in methods.items()}
+    stubs = {name for name, names in named.items() if names == ("NotImplementedError",)}
+    return stubs & set().union(*named.values())
+
+
 def parameters(method):
     function = getattr(method, "__func__", method)
     return inspect.signature(function).parameters if inspect.isfunction(function) else {}

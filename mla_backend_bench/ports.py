@@ -1,4 +1,4 @@
-"""Ports for servers that tests start."""
+"""Ports for servers."""
 
 import contextlib
 import random
@@ -10,4 +10,4 @@ def free_port() -> int:
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 32000)))
-            return probe.getsockname()[1]
+            return int(probe.getsockname()[1])
