@@ -5,6 +5,7 @@
 
 namespace mla {
 struct AppendParams;
+struct HeadProductParams;
 }
 
 namespace mla::ffi {
@@ -34,7 +35,8 @@ void launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&..
     const bool finished = emulation::launch(how.grid, how.block, how.cluster, [&] {
         kernel(arguments...);
         // All that a thread of the append kernel reads and writes may be another kernel's.
-        if constexpr ((std::is_same_v<Arguments, AppendParams> || ...)) emulation::need_predecessor();
+        if constexpr (((std::is_same_v<Arguments, AppendParams> || std::is_same_v<Arguments, HeadProductParams>) || ...))
+            emulation::need_predecessor();
     });
     if (!finished) TVM_FFI_THROW(RuntimeError) << "all threads wait for each other";
 }
