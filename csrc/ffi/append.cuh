@@ -12,12 +12,15 @@
 
 namespace mla::ffi {
 
-// Arguments as of `append`.
-inline AppendParams append_params(const TensorView& q_rope, const TensorView& kv_c, const TensorView& k_rope,
-                                  const TensorView& cache, const TensorView& slots, const TensorView& positions,
-                                  const TensorView& cos_sin, bool interleaved, const Optional<TensorView>& norm_weight,
-                                  double norm_eps, const Optional<TensorView>& kv_scale,
-                                  const Optional<TensorView>& kv_c_out, const Optional<TensorView>& k_rope_out) {
+// q_rope [tokens, heads, d_rope], rotated in place; kv_c [tokens, d_c], k_rope [tokens, d_rope], cache [pages,
+// page_size, ...], rows of the format; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 or Element
+// [positions, d_rope]; norm_weight [d_c], or None if the latents are normalized already; kv_scale fp32 [1] where the
+// format has a scale of the tensor, else None; kv_c_out [tokens, d_c] and k_rope_out [tokens, d_rope], or both None.
+template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
+void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView cache, TensorView slots,
+            TensorView positions, TensorView cos_sin, bool interleaved, Optional<TensorView> norm_weight,
+            double norm_eps, Optional<TensorView> kv_scale, Optional<TensorView> kv_c_out,
+            Optional<TensorView> k_rope_out) {
     check_alignment("q_rope", q_rope, 16);
     check_alignment("kv_c", kv_c, 16);
     check_alignment("k_rope", k_rope, 16);
@@ -25,6 +28,9 @@ inline AppendParams append_params(const TensorView& q_rope, const TensorView& kv
     if (norm_weight.has_value()) check_alignment("norm_weight", *norm_weight, 16);
     if (kv_c_out.has_value()) check_alignment("kv_c_out", *kv_c_out, 16);
     if (k_rope_out.has_value()) check_alignment("k_rope_out", *k_rope_out, 16);
+    const int tokens = static_cast<int>(q_rope.size(0));
+    if (tokens == 0) return;
+    const DeviceScope device(q_rope.device().device_id);
     AppendParams p = {};
     p.q_rope = data<void>(q_rope);
     p.q_rope_token_stride = q_rope.stride(0);
@@ -59,23 +65,6 @@ inline AppendParams append_params(const TensorView& q_rope, const TensorView& kv
     p.d_c = static_cast<int>(kv_c.size(1));
     p.d_rope = static_cast<int>(k_rope.size(1));
     p.ctas_per_token = append_ctas_per_token(p.num_heads, p.d_c, p.d_rope);
-    return p;
-}
-
-// q_rope [tokens, heads, d_rope], rotated in place; kv_c [tokens, d_c], k_rope [tokens, d_rope], cache [pages,
-// page_size, ...], rows of the format; slots int32/int64 [tokens]; positions int64 [tokens]; cos_sin fp32 or Element
-// [positions, d_rope]; norm_weight [d_c], or None if the latents are normalized already; kv_scale fp32 [1] where the
-// format has a scale of the tensor, else None; kv_c_out [tokens, d_c] and k_rope_out [tokens, d_rope], or both None.
-template <typename Element, CacheFormat kFormat, bool kDependentLaunch>
-void append(TensorView q_rope, TensorView kv_c, TensorView k_rope, TensorView cache, TensorView slots,
-            TensorView positions, TensorView cos_sin, bool interleaved, Optional<TensorView> norm_weight,
-            double norm_eps, Optional<TensorView> kv_scale, Optional<TensorView> kv_c_out,
-            Optional<TensorView> k_rope_out) {
-    const int tokens = static_cast<int>(q_rope.size(0));
-    if (tokens == 0) return;
-    const DeviceScope device(q_rope.device().device_id);
-    const AppendParams p = append_params(q_rope, kv_c, k_rope, cache, slots, positions, cos_sin, interleaved,
-                                         norm_weight, norm_eps, kv_scale, kv_c_out, k_rope_out);
     Launch how = {stream_of(q_rope), tokens * p.ctas_per_token, kAppendThreads};
     how.overlaps = true;
     launch<kDependentLaunch>(append_kernel<AppendConfig<Element, kFormat, kDependentLaunch>>, how, p);

@@ -217,11 +217,10 @@ struct AppendConfig {
     static constexpr bool kDependentLaunch = kDependentLaunch_;
 };
 
-// What CTA number `index_of_cta` of the append does.
 template <typename C>
-__device__ __forceinline__ void append_vectors(const AppendParams& p, int index_of_cta) {
+__global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
     using Element = typename C::Element;
-    const int token = index_of_cta / p.ctas_per_token, cta = index_of_cta - token * p.ctas_per_token;
+    const int token = blockIdx.x / p.ctas_per_token, cta = blockIdx.x - token * p.ctas_per_token;
     // A token's vectors are those of its latents, of each query head and of the key, which counts as the head after the
     // last.
     const int index = cta * kAppendThreads + threadIdx.x, latents = p.d_c / 8, head_vectors = p.d_rope / 8;
@@ -258,11 +257,6 @@ __device__ __forceinline__ void append_vectors(const AppendParams& p, int index_
     store_rotated(p, x, vector, [&](auto count, int column, const Element* from) {
         store_as<Stored::kAsQueries, count.value>(query, column, from);
     });
-}
-
-template <typename C>
-__global__ void __launch_bounds__(kAppendThreads) append_kernel(const __grid_constant__ AppendParams p) {
-    append_vectors<C>(p, blockIdx.x);
 }
 
 }  // namespace mla

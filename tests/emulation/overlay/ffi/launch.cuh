@@ -34,7 +34,7 @@ void launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&..
     emulation::overlaps = kDependentLaunch;
     const bool finished = emulation::launch(how.grid, how.block, how.cluster, [&] {
         kernel(arguments...);
-        // All that a thread of the append kernel reads and writes may be another kernel's.
+        // All that a thread of these kernels reads and writes, but for weights, may be another kernel's.
         if constexpr (((std::is_same_v<Arguments, AppendParams> || std::is_same_v<Arguments, HeadProductParams>) || ...))
             emulation::need_predecessor();
     });
