@@ -19,17 +19,17 @@ CAPABILITY = (9, 0)
 MOST_TOKENS = 64
 
 MOST_ROWS = 1024
-"""Tokens times heads up to which the kernel is used. Every CTA of a head loads all of the head's rows, so many
-rows take longer than with cuBLAS. On an H200, both products of DeepSeek-V3 in a captured step: with 16 heads, 3.6
-to 6.5 µs less at 1 to 64 tokens; with 128 heads 7.3 µs less at 1 token, and 2.9 µs more at 32."""
+"""Tokens times heads up to which the kernel is used. Every CTA of a head loads all rows of the head, so with
+many rows cuBLAS is faster. On an H200, both products of DeepSeek-V3 in a captured step: with 16 heads, 3.6 to
+6.5 µs less at 1 to 64 tokens; with 128 heads 7.3 µs less at 1 token, and 2.9 µs more at 32."""
 
 
 class HeadProduct:
-    """The product ``x[t, h] @ weights[h]`` by the kernel, which loads weights before its predecessor has ended.
+    """The product ``x[t, h] @ weights[h]``, in a launch that loads weights before its predecessor has ended.
 
     Args:
-        weights: [H, depth, columns], for which `why_not` is None. The kernel is for their dtype, their depth and
-            their layout.
+        weights: [H, depth, columns], for which `why_not` is None. The kernel is for their dtype, depth and
+            layout.
 
     Raises:
         KernelBuildError, InvalidInputError: as in `jit.load`.
@@ -92,11 +92,9 @@ def shipped_variants(dtype: torch.dtype = torch.bfloat16) -> list[KernelVariant]
 
 
 def _variant(dtype: torch.dtype, depth: int, depth_contiguous: bool) -> KernelVariant:
-    layout = str(depth_contiguous).lower()
-    source = (
-        '#include "ffi/head_product.cuh"\n'
-        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply, (mla::ffi::head_product<{ELEMENTS[dtype]}, {depth}, {layout}>));\n"
-    )
+    arguments = f"{ELEMENTS[dtype]}, {depth}, {str(depth_contiguous).lower()}"
+    export = f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply, (mla::ffi::head_product<{arguments}>));\n"
+    source = f'#include "ffi/head_product.cuh"\n{export}'
     contiguous = "depth" if depth_contiguous else "columns"
     return KernelVariant(f"head_product-{ELEMENT_NAMES[dtype]}-d{depth}-{contiguous}", source, "90a")
 

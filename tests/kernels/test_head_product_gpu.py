@@ -35,10 +35,8 @@ def test_products(heads, d_nope, d_c, d_v, tokens, dtype):
         assert head_product.why_not(weights, (9, 0)) is None
         multiply = HeadProduct(weights)
         x = torch.randn(tokens, heads, weights.shape[1] + 64, dtype=dtype, device="cuda")[..., :-64]
-        out, again = (
-            torch.full_like(x[..., :1].expand(-1, -1, weights.shape[2]), torch.nan) for _ in range(2)
-        )
-        out, again = out.contiguous(), again.contiguous()
+        shape = tokens, heads, weights.shape[2]
+        out, again = (torch.full(shape, float("nan"), dtype=dtype, device="cuda") for _ in range(2))
         multiply(x, weights, out)
         multiply(x, weights, again)
         assert torch.equal(out, again)
