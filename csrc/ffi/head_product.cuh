@@ -30,10 +30,12 @@ void launch_head_product(const TensorView& x, const TensorView& weights, const T
     launch(head_product_kernel<C>, how, p);
 }
 
-// x [tokens, heads, kDepth], 1 to 64 tokens; weights [heads, kDepth, columns]; out [tokens, heads, columns]; rows that
-// are contiguous begin at multiples of 16 bytes.
+// x [tokens, heads, kDepth], 1 to 64 tokens; weights [heads, kDepth, columns], whose rows, or if kDepthContiguous whose
+// columns, are contiguous and begin at multiples of 16 bytes; out [tokens, heads, columns].
 template <typename Element, int kDepth, bool kDepthContiguous>
 void head_product(TensorView x, TensorView weights, TensorView out) {
+    check_alignment("x", x, 16);
+    check_alignment("out", out, 8);
     const DeviceScope device(x.device().device_id);
     auto launch_for = [&]<int kTokens>() {
         launch_head_product<HeadProductConfig<Element, kDepth, kTokens, kDepthContiguous>>(x, weights, out);

@@ -40,29 +40,31 @@ class HeadProduct:
         self._kind = _kind(weights)
         self._function = _function(variant(weights))
 
-    def serves(self, x: Tensor, weights: Tensor) -> bool:
-        """Whether the kernel computes the product, and as fast as torch.
+    def reads(self, weights: Tensor) -> bool:
+        """Whether the kernel is for such weights [H, depth, columns]."""
+        return _kind(weights) == self._kind and weights.shape[2] == self._columns
 
-        Args:
-            x: [T, H, depth].
-            weights: [H, depth, columns].
-        """
+    def serves(self, x: Tensor, weights: Tensor) -> bool:
+        """Whether the kernel computes the product of x [T, H, depth], and faster than torch."""
         tokens, heads, depth = x.shape
         return (
             0 < tokens <= MOST_TOKENS
             and tokens * heads <= MOST_ROWS
-            and _kind(weights) == self._kind
-            and weights.shape == (heads, depth, self._columns)
+            and self.reads(weights)
+            and weights.shape[:2] == (heads, depth)
             and x.dtype is weights.dtype
             and x.device == weights.device
             and _has_aligned_rows(x)
         )
 
     def __call__(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Multiply what the kernel serves.
+        """Multiply what the kernel serves. Never synchronizes.
 
         Args:
-            out: [T, H, columns], in the dtype of x; rows are contiguous and begin at multiples of 16 bytes.
+            out: [T, H, columns] in the dtype of x, rows contiguous and aligned to 8 bytes.
+
+        Raises:
+            ValueError: rows are not aligned.
         """
         self._function(x, weights, out)
 
