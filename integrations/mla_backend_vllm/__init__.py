@@ -16,7 +16,6 @@ SPARSE_PATH = "mla_backend_vllm.sparse.SparseBackend"
 PREFILL_PATH = "mla_backend_vllm.prefill_backend.MLAPrefill"
 DEFAULT_VARIABLE = "MLA_BACKEND_DEFAULT"
 FUSED_APPEND_VARIABLE = "MLA_BACKEND_FUSED_APPEND"
-HEAD_PRODUCTS_VARIABLE = "MLA_BACKEND_HEAD_PRODUCTS"
 
 PREFERRED_PAGE_SIZE = 64
 """On a GPU, and on the CPU from vLLM 0.33 on; before, its CPU platform had its own default."""
@@ -36,7 +35,7 @@ def is_default() -> bool:
 
 
 def fuses_appends() -> bool:
-    """Whether MLA_BACKEND_FUSED_APPEND leaves `mla_backend_vllm.fused_append` on.
+    """Whether MLA_BACKEND_FUSED_APPEND leaves `mla_backend_vllm.fused_append` and `head_products` on.
 
     Raises:
         InvalidInputError: the variable is neither 0 nor 1.

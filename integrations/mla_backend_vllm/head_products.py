@@ -19,11 +19,11 @@ from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms import current_platform
 
-from mla_backend import jit, settings
+from mla_backend import jit
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import head_product
 from mla_backend.kernels.head_product import HeadProduct
-from mla_backend_vllm import HEAD_PRODUCTS_VARIABLE
+from mla_backend_vllm import FUSED_APPEND_VARIABLE, fuses_appends
 
 # Of x [T, H, depth], weights [H, depth, columns] and out [T, H, columns].
 Multiply = Callable[[Tensor, Tensor, Tensor], None]
@@ -118,8 +118,8 @@ def has_head_products(layer: Any) -> bool:
 
 def why_not(layer: Any, vllm_config: Any) -> Iterator[str]:
     """Why vLLM must multiply by the absorbed weights of ``layer``, which is loaded, itself."""
-    if not settings.is_on(HEAD_PRODUCTS_VARIABLE):
-        yield f"{HEAD_PRODUCTS_VARIABLE}=0"
+    if not fuses_appends():
+        yield f"{FUSED_APPEND_VARIABLE}=0"
     try:
         yield from _against_engine(vllm_config)
         yield from _against_layer(layer)
