@@ -199,10 +199,10 @@ def layer_table() -> str:
     lines = []
     for row in load("layer-h200.json")["rows"]:
         off = "MLA_BACKEND_FUSED_APPEND=0" in row["backend"]
-        name = "mla-backend, vLLM's kernels append" if off else backend_name(row)
+        name = "mla-backend, with vLLM's kernels around it" if off else backend_name(row)
         numbers = (f"{row[key]:.{digits}f}" for key, digits in LAYER_COLUMNS.items())
         lines.append([shape_name((row["batch"], row["context"])), name, *numbers])
-    columns = ("kernels a layer", "µs a layer outside products", "step, ms")
+    columns = ("kernels a layer", "step, ms")
     return table(["requests × context", "backend", *columns], *lines)
 
 
@@ -527,7 +527,7 @@ LOAD_COLUMNS = {
     "tpot_p99_ms": "p99",
 }
 """With their titles."""
-LAYER_COLUMNS = {"kernels_per_layer": 0, "attention_us_per_layer": 1, "step_ms": 3}
+LAYER_COLUMNS = {"kernels_per_layer": 0, "step_ms": 3}
 """With their decimals."""
 
 TABLES: dict[str, Callable[[], str]] = {
