@@ -13,6 +13,7 @@
 #include "decode/hopper/many_rows_fp8/kernel.cuh"
 #include "decode/hopper/many_rows_fp8/keys_e4m3.cuh"
 #include "decode/hopper/many_rows_fp8/keys_records.cuh"
+#include "decode/hopper/many_rows_fp8_products/kernel.cuh"
 
 namespace mla::ffi {
 
@@ -96,7 +97,7 @@ struct HopperKernel {
     using Config = C;
     using SharedMemory = S;
     using SplitBuffers = typename Consumer::Buffers;
-    static constexpr int kThreads = hopper::kThreads;
+    static constexpr int kThreads = hopper::kThreads + 128 * C::kTransposesValues;
     static constexpr auto kKernel = kKernel_;
     static constexpr int kMostCluster = 2;  // also without shared keys: pairs
 
@@ -123,5 +124,9 @@ using ManyRowsKernel =
 template <typename C, typename Keys = ManyRowsFp8Keys<C>>
 using ManyRowsFp8Kernel = HopperKernel<C, hopper::ManyRowsFp8Memory<C, Keys>, hopper::ManyRowsFp8Consumer<C, Keys>,
                                        hopper::many_rows_fp8_decode_kernel<C, Keys>>;
+template <typename C>
+using ManyRowsFp8ProductsKernel =
+    HopperKernel<C, hopper::ManyRowsFp8ProductsMemory<C>, hopper::ManyRowsFp8ProductsConsumer<C>,
+                 hopper::many_rows_fp8_products_decode_kernel<C>>;
 
 }  // namespace mla::ffi

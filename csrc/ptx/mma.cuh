@@ -39,6 +39,15 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&d)[2], uint3
                  : "memory");
 }
 
+// Stores four 8x8 matrices of 16-bit elements in shared memory, as `load_matrices` loads them.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-store-instruction-stmatrix
+__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t first, uint32_t second, uint32_t third,
+                                               uint32_t fourth) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(first), "r"(second),
+                 "r"(third), "r"(fourth)
+                 : "memory");
+}
+
 // Stores two 8x8 matrices of 16-bit elements, transposed, in shared memory. Of each matrix, lane l holds columns
 // 2 * (l % 4) and the next of row l / 4. Lanes 0-15 give the addresses of the rows that are stored.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-store-instruction-stmatrix

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_backend.batch import TableKind
-from mla_backend.cache_format import CacheFormat
+from mla_backend.cache_format import E4M3, CacheFormat
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import trace
 from mla_backend.kernels.base import (
@@ -44,6 +44,8 @@ class DecodeConfig(ABC):
         kv_format: of the cache; None means elements of ``dtype``.
         rows: of an m-block, which one CTA computes.
         range_ctas: 2 if the CTAs of a cluster share keys; the planner then treats their m-blocks as one.
+        two_term_blocks: with products in fp8, how many of the queries' blocks of 64 columns are sums of two
+            e4m3. None: products are exact.
     """
 
     dtype: torch.dtype
@@ -57,6 +59,7 @@ class DecodeConfig(ABC):
     tma: bool
     lists: bool = False
     profile: bool = False
+    two_term_blocks: int | None = None
 
     @property
     def plan_rows(self) -> int:
@@ -89,6 +92,7 @@ class DecodeConfig(ABC):
             tma=self.tma,
             lists=self.lists,
             profile=self.profile,
+            two_term_blocks=self.two_term_blocks or 0,
         )
         config = f"mla::hopper::{cpp_name}Config<{ELEMENTS[self.dtype]}, {chosen}>"
         source = f"""\
@@ -103,6 +107,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(resident, mla::ffi::resident<Kernel>);
         sizes = (self.kv_lora_rank, self.qk_rope_head_dim)
         name = kernel_name(f"hopper_{self.kernel}", self.dtype, self.kv_format, *sizes)
         loads = "lists" if self.lists else "tma" if self.tma else "small_pages"
+        name += f"-{self.two_term_blocks}" * (self.two_term_blocks is not None)
         name += f"-r{self.rows}" + f"x{self.range_ctas}" * (self.range_ctas > 1) + f"-{loads}"
         return KernelVariant(name + "-profile" * self.profile, source, ARCH)
 
@@ -122,7 +127,7 @@ class FewRowsConfig(DecodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRowsConfig(DecodeConfig):
-    """m-blocks of 64 rows, by a kernel for 16-bit caches and another for fp8 caches."""
+    """m-blocks of 64 rows, by a kernel for 16-bit caches and others for fp8 caches."""
 
     @property
     def for_one_m_block(self) -> bool:
@@ -130,7 +135,9 @@ class ManyRowsConfig(DecodeConfig):
 
     @property
     def kernel(self) -> str:
-        return "many_rows" if self.kv_format is None else "many_rows_fp8"
+        if self.kv_format is None:
+            return "many_rows"
+        return "many_rows_fp8" if self.two_term_blocks is None else "many_rows_fp8_products"
 
 
 def decode_config(
@@ -141,17 +148,22 @@ def decode_config(
     rows: int,
     kv_format: CacheFormat | None = None,
     lists: bool = False,
+    two_term_blocks: int | None = None,
 ) -> DecodeConfig:
     """The tuning decision: the kernel for requests of ``rows`` query rows (num_heads * query_len).
 
     A request with more rows than the largest m-block has several m-blocks. ``kv_format``: of the cache; None
-    means elements of ``dtype``. ``lists``: attend to lists of slots (`TableKind.LIST`).
+    means elements of ``dtype``. ``lists``: attend to lists of slots (`TableKind.LIST`). ``two_term_blocks``:
+    if not None, requests with so many rows that they have m-blocks of 64 get products in fp8, with this many
+    two-term blocks of queries.
     """
     tma = page_size % 8 == 0 and not lists
     width = kv_lora_rank, qk_rope_head_dim
     most_rows = _few_rows(*width, kv_format, tma)
     if rows > (FEW_ROWS_SHARED if kv_format is not None and tma else most_rows):
         range_ctas = 2 if rows > MAX_ROWS and tma else 1
+        if kv_format is not E4M3 or width != (512, 64) or not tma:
+            two_term_blocks = None
         return ManyRowsConfig(
             dtype=dtype,
             kv_format=kv_format,
@@ -159,9 +171,12 @@ def decode_config(
             qk_rope_head_dim=qk_rope_head_dim,
             rows=MAX_ROWS,
             range_ctas=range_ctas,
-            stages=_stages(*width, kv_format, _many_rows_bytes(*width, kv_format)),
+            stages=4
+            if two_term_blocks is not None
+            else _stages(*width, kv_format, _many_rows_bytes(*width, kv_format)),
             tma=tma,
             lists=lists,
+            two_term_blocks=two_term_blocks,
         )
     range_ctas = 2 if rows > most_rows else 1
     block_rows = 16 if range_ctas == 2 else -(-rows // 8) * 8
@@ -234,7 +249,9 @@ def _stages(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | N
     return min(_RING_BYTES, _SHARED_BYTES - other_bytes) // (64 * token)
 
 
-def config_of(spec: DecoderSpec, rows: int, arch: str = ARCH) -> DecodeConfig:
+def config_of(
+    spec: DecoderSpec, rows: int, arch: str = ARCH, two_term_blocks: int | None = None
+) -> DecodeConfig:
     """`decode_config` for a decoder of ``spec``; ``arch`` can only be `ARCH`."""
     return decode_config(
         spec.dtype,
@@ -244,6 +261,7 @@ def config_of(spec: DecoderSpec, rows: int, arch: str = ARCH) -> DecodeConfig:
         rows,
         kernel_format(spec),
         lists=spec.table_kind is TableKind.LIST,
+        two_term_blocks=two_term_blocks,
     )
 
 
@@ -263,19 +281,21 @@ class HopperDecode(KernelDecode):
 
     A grid has at most one CTA per SM, and no more than CUDA says can be resident at once in clusters of two.
 
-    With ``profile``, each run leaves timestamps in `stamps`, for `mla_backend.kernels.trace`.
+    With ``profile``, each run leaves timestamps in `stamps`, for `mla_backend.kernels.trace`. With
+    ``two_term_blocks``, products of m-blocks of 64 rows are in fp8 (`decode_config`).
     """
 
     name = "hopper"
 
-    def __init__(self, spec: DecoderSpec, profile: bool = False):
-        self._profile = profile
+    def __init__(self, spec: DecoderSpec, profile: bool = False, two_term_blocks: int | None = None):
+        self._profile, self._two_term_blocks = profile, two_term_blocks
         super().__init__(spec)
         if profile:
             self.stamps = trace.stamp_buffer(len(self._plans), spec.device)
 
     def config(self, rows: int) -> DecodeConfig:
-        return replace(config_of(self._spec, rows), profile=self._profile)
+        config = config_of(self._spec, rows, two_term_blocks=self._two_term_blocks)
+        return replace(config, profile=self._profile)
 
 
 def shipped_variants() -> list[KernelVariant]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROLES = ("key loader", "consumer 0", "consumer 1")
+ROLES = ("key loader", "consumer 0", "consumer 1", "transposing warp")
 EVENTS = (
     "start",
     "table read",

@@ -54,7 +54,15 @@ def modules(run_folder, compiler, module_class):
 def decoder(monkeypatch, modules):
     """Makes an implementation that runs on the CPU, on as many CTAs as asked for."""
 
-    def make(case, family, num_ctas=6, max_query_len=None, batch_invariant=False, root: Path | None = None):
+    def make(
+        case,
+        family,
+        num_ctas=6,
+        max_query_len=None,
+        batch_invariant=False,
+        root: Path | None = None,
+        two_term_blocks=None,
+    ):
         def load(variant):
             return modules(variant, root) if root else modules(variant)
 
@@ -77,7 +85,7 @@ def decoder(monkeypatch, modules):
             batch_invariant=batch_invariant,
         )
         if family == "hopper":
-            return hopper.HopperDecode(spec)
+            return hopper.HopperDecode(spec, two_term_blocks=two_term_blocks)
         return portable.PortableDecode(spec, within_99k=family == "portable_99k")
 
     return make

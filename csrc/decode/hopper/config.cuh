@@ -13,6 +13,7 @@ struct DecodeConfig {
     bool for_one_m_block;  // see schedule/work.cuh
     bool tma, lists;       // how keys are loaded: see load/loader.cuh
     bool profile;
+    int two_term_blocks;  // see many_rows_fp8_products/kernel.cuh; otherwise 0
 };
 
 constexpr int column_blocks(int columns) { return (columns + 63) / 64; }
@@ -28,6 +29,9 @@ struct KernelConfig {
     static constexpr bool kTma = kConfig.tma, kLists = kConfig.lists;
     static constexpr int kQueryColumnBlocks = column_blocks(kDim), kQueryColumnBlockBytes = kRows * 128;
     static constexpr int kQueryBytes = kQueryColumnBlocks * kQueryColumnBlockBytes;
+    static constexpr bool kTransposesValues = false;  // see load/transpose_values.cuh
+    static constexpr int kTransposerRegisters = 0;
+    static constexpr bool kFourColumns = false;  // see many_rows/output.cuh
 };
 
 }  // namespace mla::hopper

@@ -22,6 +22,7 @@
 #include "load/queries.cuh"
 #include "load/tma_keys.cuh"
 #include "load/token_keys.cuh"
+#include "load/transpose_values.cuh"
 #include "pair.cuh"
 #include "ptx/named_barrier.cuh"
 #include "schedule/combine.cuh"
@@ -226,6 +227,15 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
         run_loader(loader, box);
         return;
     }
+    if constexpr (C::kTransposesValues) {
+        if (threadIdx.x >= kThreads) {
+            sync_cta();
+            cluster_arrive();
+            lower_register_limit<C::kTransposerRegisters>();
+            ValueTransposer<C>(p, smem.rings, smem.transposition, plan).run();
+            return;
+        }
+    }
     const int thread = threadIdx.x - 128;
     if (thread == 0) {  // not by a loader: the first warp is busy requesting the first keys
         if constexpr (C::kTma) prefetch_tensor_map(&box.map);
@@ -237,7 +247,9 @@ __device__ __forceinline__ void run_kernel(const DecodeParams& p, const BoxOf<C>
     }
     sync_cta();
     cluster_arrive();
-    raise_register_limit<(kRegisters - C::kLoaderRegisters) / 2>();
+    raise_register_limit<(C::kTransposesValues ? 512 - C::kLoaderRegisters - C::kTransposerRegisters
+                                               : kRegisters - C::kLoaderRegisters) /
+                         2>();
     if (thread < sizeof(CtaRange) / 4)
         reinterpret_cast<int*>(&smem.range)[thread] = reinterpret_cast<const int*>(&plan.range)[thread];
     if (thread == 64) smem.rings.cta = planned_cta<C>();

@@ -21,7 +21,7 @@ enum class Event : uint32_t {
 };
 
 constexpr int kProfileStamps = 512;  // per role; later ones are dropped
-constexpr int kProfileRoles = 3;     // key loader, consumer 0, consumer 1
+constexpr int kProfileRoles = 4;     // key loader, consumer 0, consumer 1, transposing warp
 
 // buffer [ctas][kProfileRoles][kProfileStamps][2]: event, clock; stamp 0 holds the number of stamps and globaltimer.
 template <bool kEnabled>

@@ -34,6 +34,14 @@ def test_no_races_with_fp8_keys(judge, family, num_heads, page_size, batch, kv_d
     judge(family, num_heads, page_size, *batch, kv_dtype=kv_dtype)
 
 
+@pytest.mark.smoke(num_heads=40, batch=[TWO])
+@pytest.mark.parametrize(
+    "num_heads, batch", [(40, TWO), (40, HALVES), (40, THIRDS), (80, TWO), (80, (THIRDS[0], 6))]
+)
+def test_no_races_with_fp8_products(judge, num_heads, batch):
+    judge("hopper", num_heads, 8, *batch, kv_dtype=E4M3, two_term_blocks=5)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "num_heads, page_size, file, line",

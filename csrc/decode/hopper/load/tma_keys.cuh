@@ -40,7 +40,8 @@ constexpr int box_groups(int page_size) {
 template <typename C>
 struct TmaKeyLoader {
     static constexpr int kGroups = C::kTile / 8, kWindowStages = 32 / kGroups;
-    static constexpr int kKeyArrivals = 1;  // at each kv_full
+    static constexpr int kKeyArrivals = C::kSegments / C::kFullBarriers;  // at each kv_full: one for a segment
+    static_assert(C::kSegments % C::kFullBarriers == 0);
 
     // Where this lane's group of a window lies in the cache. Outside of it, where the copy engine reads zeros, if the
     // page is kNoPage.
@@ -158,16 +159,16 @@ struct TmaKeyLoader {
             const int segment = C::segment_in_turn(kOdd, kBegin + lane);
             if (kBegin == 0 && lane == 0)
                 t.rings.unnamed.words[keys.ring.stage][0] = unnamed >> window_stage * kGroups & ((1 << kGroups) - 1);
-            full[segment].arrive_expect(groups * group_bytes_of(segment));
+            full[C::full_barrier_of(segment)].arrive_expect(groups * group_bytes_of(segment));
         }
         __syncwarp();
         for_each_box<kOdd, kBegin, kEnd>(
             groups, place, window_stage, first, [&](int segment, int offset, const auto& coordinates) {
                 unsigned char* target = t.rings.kv[keys.ring.stage] + offset;
                 if constexpr (C::kRangeCtas == 1)
-                    tma_load(target, map_of(segment), &full[segment], policy, coordinates);
+                    tma_load(target, map_of(segment), &full[C::full_barrier_of(segment)], policy, coordinates);
                 else if ((segment + kOdd) % 2 == cluster_cta)
-                    tma_multicast(target, map_of(segment), &full[segment], policy, coordinates);
+                    tma_multicast(target, map_of(segment), &full[C::full_barrier_of(segment)], policy, coordinates);
             });
         __syncwarp();
     }

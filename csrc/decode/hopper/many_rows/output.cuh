@@ -11,8 +11,14 @@
 
 namespace mla::hopper {
 
+// C::kFourColumns: of each 16 columns, the columns of O that a thread has in two neighbouring n8 blocks are not those
+// of wgmma's fragment, d, d + 1, d + 8 and d + 9, but four neighbours: the even ones in the first block.
 template <typename C>
-using ManyRowsQuads = Quads<C::kRows, C::kDimLatent, false>;
+struct ManyRowsQuads : Quads<C::kRows, C::kDimLatent, false> {
+    static __device__ int column(uint32_t quad) {
+        return C::kFourColumns ? quad * 2 : Quads<C::kRows, C::kDimLatent, false>::column(quad);
+    }
+};
 
 // The softmax state of a work tile's rows; of the sums each consumer has a part. Of a split, also each consumer's part
 // of a row's magnitude, which is the sum of its absolute values.
@@ -55,8 +61,10 @@ struct ManyRowsOutput {
         for (int i = 0; i < kOutputs; ++i) o[i] *= factor[row_of(i)];
     }
 
-    // A quad is four accumulators, of 8 columns of this consumer's.
-    __device__ float& accumulator(int quad, int i) { return o[quad * 4 + i]; }
+    // A quad is four accumulators: two columns of two rows.
+    __device__ float& accumulator(int quad, int i) {
+        return C::kFourColumns ? o[(quad / 2 * 2 + i % 2) * 4 + i / 2 * 2 + quad % 2] : o[quad * 4 + i];
+    }
     __device__ float4 get_quad(int i) {
         return make_float4(accumulator(i, 0), accumulator(i, 1), accumulator(i, 2), accumulator(i, 3));
     }
@@ -88,6 +96,16 @@ struct ManyRowsOutput {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int64_t offset = offsets.out[row() + r * 8];
+            if constexpr (C::kFourColumns) {
+                auto* out = static_cast<Element*>(t.p.out) + offset + t.consumer * kColumns + quad * 8 + t.lane % 4 * 4;
+                auto two = [&](int i) {
+                    return pack<Element>(accumulator(i, r * 2) * scale[r], accumulator(i, r * 2 + 1) * scale[r]);
+                };
+#pragma unroll
+                for (int i = 0; i < kCount; i += 2)
+                    if (offset >= 0) *reinterpret_cast<uint2*>(out + i * 8) = make_uint2(two(i), two(i + 1));
+                continue;
+            }
             auto* out =
                 static_cast<Element*>(t.p.out) + offset + t.consumer * kColumns + (quad + odd) * 8 + t.lane % 4 / 2 * 4;
 #pragma unroll

@@ -54,6 +54,18 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     }
 }
 
+inline void store_matrices(uint32_t row, uint32_t first, uint32_t second, uint32_t third, uint32_t fourth) {
+    const auto rows = emulation::exchange(row);
+    const uint32_t values[] = {first, second, third, fourth};
+    for (int matrix = 0; matrix < 4; ++matrix) {
+        uint32_t address;
+        std::memcpy(&address, rows[matrix * 8 + emulation::lane() / 4], 4);
+        if (address % 16) emulation::fail("a row of stmatrix is not aligned to 16 bytes");
+        std::memcpy(emulation::at_shared(address + emulation::lane() % 4 * 4, 4), &values[matrix], 4);
+    }
+    emulation::meet_warp();
+}
+
 template <typename... Values>
 void store_matrices_transposed(uint32_t row, Values... given_values) {
     uint32_t addresses[32];
