@@ -7,6 +7,7 @@ compares the extras in pyproject.toml and the docs with them.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -78,20 +79,24 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def describe_kernels(*specs: DecoderSpec, with_append: bool = False) -> str | None:
-    """Say how many kernels decoders load, and how many of these must be built; None on the CPU.
+def describe_kernels(
+    *specs: DecoderSpec, with_append: bool = False, others: Iterable[jit.KernelVariant] = ()
+) -> str | None:
+    """Say how many kernels an engine loads, and how many of these must be built; None on the CPU.
 
     Call this before making the decoders, because that builds and loads the kernels.
 
     Args:
         specs: the decoders' specifications, for one device.
         with_append: also count the kernel of a `RotaryAppend`.
+        others: also count these.
     """
     device = specs[0].device
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
     variants = {v for spec in specs for v in variants_of(spec, capability, with_append=with_append)}
+    variants.update(others)
     num_missing = sum(jit.find_entry(variant) is None for variant in variants)
     if num_missing:
         return f"{len(variants)} kernels, {num_missing} of them built at this start"
@@ -126,6 +131,7 @@ def start_line(
     prefill_library: str,
     absorbed: str,
     appended: str | None = None,
+    products: str | None = None,
     shard: Shard = WHOLE,
     cache_tokens: int | None = None,
 ) -> str:
@@ -139,6 +145,7 @@ def start_line(
         prefill_library: the library that regular prefill runs on.
         absorbed: a clause that says which requests use absorbed attention.
         appended: a clause that says how new tokens are appended to the cache, if the engine may do it itself.
+        products: a clause that says how absorbed weights are multiplied, likewise.
         shard: the part of the cache that this worker has.
         cache_tokens: tokens that fit the cache; None if the worker does not know this yet.
     """
@@ -153,6 +160,7 @@ def start_line(
         f"prefill library: {prefill_library}",
         absorbed,
         appended,
+        products,
         describe_shard(shard),
         describe_unknown_variables(),
     ]

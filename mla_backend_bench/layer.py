@@ -31,8 +31,8 @@ def measure(engine: Driver, shape: Shape, num_layers: int) -> dict[str, float]:
     ``num_layers`` are the layers with latent attention.
 
     attention_us_per_layer is the time in which no matrix product of the step runs: attention, norms,
-    rotation, append, activations, and the gaps between kernels. step_ms is the time from the first kernel of
-    a step's graph to its last.
+    rotation, append, activations, and the gaps between kernels; also our own products with absorbed weights,
+    which overlap their predecessors. step_ms is the time from the first kernel of a step's graph to its last.
     """
     prompts = random_prompts(engine, shape.batch, shape.context)
     engine.generate(prompts, 1)  # so that the prefix cache has them

@@ -26,6 +26,11 @@ __device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const 
                  "r"(valid ? 16 : 0), "l"(policy)
                  : "memory");
 }
+
+// 16 bytes of weights, which no kernel writes: they may be loaded before the predecessor has ended.
+__device__ __forceinline__ void cp_async_16_of_weights(uint32_t destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group-cp-async-wait-all

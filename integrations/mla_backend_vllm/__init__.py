@@ -35,7 +35,7 @@ def is_default() -> bool:
 
 
 def fuses_appends() -> bool:
-    """Whether MLA_BACKEND_FUSED_APPEND leaves `mla_backend_vllm.fused_append` on.
+    """Whether MLA_BACKEND_FUSED_APPEND leaves `mla_backend_vllm.fused_append` and `head_products` on.
 
     Raises:
         InvalidInputError: the variable is neither 0 nor 1.

@@ -37,7 +37,7 @@ from mla_backend import (
 from mla_backend.batch import WHOLE
 from mla_backend.policy import default_rates
 from mla_backend.spec import DecoderSpec
-from mla_backend_vllm import BACKEND_NAME
+from mla_backend_vllm import BACKEND_NAME, head_products
 from mla_backend_vllm.draft_lengths import with_added_tokens, with_sampled_tokens
 from mla_backend_vllm.kimi_k3 import keep_in_16_bits
 from mla_backend_vllm.prefill_backend import MLAPrefill, library_of
@@ -128,20 +128,26 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         fused = [layers[name].impl.fused_append for name in layer_names if layers[name].impl.fused_append]
-        kernels = engines.describe_kernels(spec, with_append=bool(fused))
+        suited, why_not_products = head_products.suited(map(layers.get, layer_names), vllm_config)
+        products = head_products.kernels_of(suited)
+        kernels = engines.describe_kernels(spec, with_append=bool(fused), others=products)
         if fused:
             launch = RotaryAppend(spec.dtype, device)
             for append in fused:
                 append.launch = launch
+        head_products.install(suited)
         self.decoder = engines.make_decoder(spec, BACKEND_NAME)
         if isinstance(self._prefill_backend, MLAPrefill):
             widths = (geometry.qk_head_dim, geometry.v_head_dim)
             self._prefill_backend.library = prefill.prepare(
                 device, spec.dtype, *widths, batch_invariant=spec.batch_invariant
             )
-        self._log_start(kernels, library_of(self._prefill_backend), impl.why_not_fused)
+        library = library_of(self._prefill_backend)
+        self._log_start(kernels, library, impl.why_not_fused, why_not_products)
 
-    def _log_start(self, kernels: str | None, library: str, why_not_fused: str | None) -> None:
+    def _log_start(
+        self, kernels: str | None, library: str, why_not_fused: str | None, why_not_products: str | None
+    ) -> None:
         counters.open_file()
         line = engines.start_line(
             engines.VLLM,
@@ -154,6 +160,9 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             appended="one launch normalizes, rotates and appends new tokens"
             if why_not_fused is None
             else f"vLLM's kernels append new tokens ({why_not_fused})",
+            products="small steps multiply by W_UK and W_UV in launches that begin early"
+            if why_not_products is None
+            else f"torch multiplies by W_UK and W_UV ({why_not_products})",
         )
         logger.info_once("%s", line)
 

@@ -9,7 +9,7 @@ import torch
 
 from mla_backend.errors import UnsupportedError
 from mla_backend.jit import KernelVariant, arch_name, capability_of
-from mla_backend.kernels import append, hopper, merge, portable, prefill
+from mla_backend.kernels import append, head_product, hopper, merge, portable, prefill
 from mla_backend.kernels.base import DIMENSIONS, FIRST_CAPABILITY, Config, configs_of
 from mla_backend.spec import DecoderSpec, Implementation
 
@@ -114,4 +114,6 @@ def shipped_variants(arch: str | None = None) -> list[KernelVariant]:
         of_arch = portable.variants(arch, torch.bfloat16, DIMENSIONS[0])
     archs = sorted({variant.arch for variant in of_arch})
     for_all = [make(name) for name in archs for make in (append.variant, merge.variant)]
+    if arch in (None, "90a"):
+        for_all += head_product.shipped_variants()
     return of_arch + for_all + [v for name in archs for v in prefill.shipped_variants(name)]

@@ -211,8 +211,8 @@ def _few_rows_bytes(
     columns = _column_blocks(kv_lora_rank, qk_rope_head_dim)
     queries = columns * rows * 128
     buffers = query_buffers * (columns + (qk_rope_head_dim == 0)) * rows * 128
-    # P of both consumers: in two buffers, or multiplied by each scale.
-    weights = 2 * (2 if kv_format is None else _scales(kv_format, kv_lora_rank) or 1) * 128 * rows
+    # P of both consumers, multiplied by each scale, or in two buffers.
+    weights = 2 * (_scales(kv_format, kv_lora_rank) or 2) * 128 * rows
     scratch = max(weights + queries * (kv_format is not None), 4 * kv_lora_rank * rows)
     return buffers + scratch + 128 * rows + 1024
 
@@ -220,7 +220,9 @@ def _few_rows_bytes(
 def _many_rows_bytes(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None) -> int:
     """The same of `ManyRowsMemory`, or of `ManyRowsFp8Memory` for fp8 caches."""
     queries = _column_blocks(kv_lora_rank, qk_rope_head_dim) * 64 * 128
-    return queries + ((9 << 10) if kv_format is None else (28 << 10))
+    # P of a tile takes 8 KB: of one, with records of two, with e4m3 of three.
+    others = 9 if kv_format is None else 28 if _scales(kv_format, kv_lora_rank) else 36
+    return queries + (others << 10)
 
 
 def _stages(kv_lora_rank: int, qk_rope_head_dim: int, kv_format: CacheFormat | None, other_bytes: int) -> int:

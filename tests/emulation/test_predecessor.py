@@ -3,8 +3,9 @@
 from contextlib import nullcontext
 
 import pytest
+import torch
 
-from mla_backend.kernels import append
+from mla_backend.kernels import append, head_product
 from tests.emulation.emulator import IsolatedModule, run, sources
 from tests.emulation.test_append import check
 from tests.support.cases import make_case, make_list_case
@@ -60,3 +61,15 @@ def test_append(modules, tmp_path):
     root = sources(tmp_path / "csrc", [("small/append.cuh", WAIT, "")])
     with STOPPED:
         check(modules(append.variant("90a"), root), 0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_head_product(modules, tmp_path, waits):
+    """Its weights are read before it waits, but nothing else."""
+    root = sources(tmp_path / "csrc", [] if waits else [("small/head_product.cuh", WAIT, "")])
+    w_uk, _ = head_product.shipped_variants()
+    x, weights, out = (
+        torch.zeros(1, *size, dtype=torch.bfloat16) for size in ((1, 128), (128, 512), (1, 512))
+    )
+    with nullcontext() if waits else STOPPED:
+        modules(w_uk, root).multiply(x, weights, out)

@@ -19,6 +19,7 @@ from make_checkpoint import TOKENIZER_TEXT, make_checkpoint, make_tokenizer
 from mla_backend import MLADecoder, counters, torch_attention
 from mla_backend.batch import WHOLE
 from mla_backend.cache_format import cache_format
+from mla_backend.kernels import head_product
 from mla_backend.models import FAMILIES
 from mla_backend_vllm import selection_name
 from tests.support.block_fp8 import block_fp8_checkpoint
@@ -126,6 +127,30 @@ def test_tokens_equal_the_stock_backend(start_engine, dense_path, stock_tokens, 
     stock = stock_tokens(path, engine["dtype"])
     used = paths_to_the_tokens(start_engine(path, attention_backend=NAME, **engine), stock, engine["dtype"])
     assert {"absorbed_extend" if drafts else "absorbed_decode", "vanilla_prefill"} <= used
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_captured_steps_multiply_by_absorbed_weights_in_our_launches(
+    start_engine, dense_path, monkeypatch, switch
+):
+    """Two in each layer and step; with the switch off none."""
+    if torch.cuda.get_device_capability() != head_product.CAPABILITY:
+        pytest.skip("the kernel is for compute capability 9.0")
+    monkeypatch.setenv("MLA_BACKEND_FUSED_APPEND", switch)
+    llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **options(**GRAPHS))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        generate(llm, prompts()[4:7])
+        torch.cuda.synchronize()
+    counts = {
+        name: sum(event.count for event in profile.key_averages() if name in event.key)
+        for name in ("head_product_kernel", "decode_kernel")
+    }
+    assert counts["decode_kernel"] > 0
+    # Some steps also have prefill tokens, and keep vLLM's way.
+    products = counts["head_product_kernel"]
+    assert (
+        counts["decode_kernel"] < products <= 2 * counts["decode_kernel"] if switch == "1" else products == 0
+    )
 
 
 def test_tokens_without_yarn_equal_the_stock_backend(start_engine, dense_path, stock_tokens):

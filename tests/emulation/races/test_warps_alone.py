@@ -48,18 +48,25 @@ def test_no_races(judge, num_heads, page_size, batch, kv_dtype):
     judge("hopper", num_heads, page_size, *batch, kv_dtype=kv_dtype)
 
 
+FEW, MANY = "decode/hopper/few_rows/kernel.cuh", "decode/hopper/many_rows_fp8/kernel.cuh"
+VALUES = "decode/hopper/many_rows_fp8/values.cuh"
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "num_heads, file, before, after",
+    "num_heads, kv_dtype, edits",
     [
-        (16, "few_rows", "if constexpr (C::kWeightBuffers == 1) t.sync_consumer();", ""),
-        (40, "many_rows_fp8", "            else\n                t.sync_consumer();", ""),
+        (16, E4M3, [(FEW, "[tile / 2 % C::kWeightBuffers]", "[0]")]),
+        (16, "fp8_ds_mla", [(FEW, "if constexpr (C::kWeightBuffers == 1) t.sync_consumer();", "")]),
+        (40, E4M3, [(file, "[tile % C::kWeightTiles]", "[tile % 2]") for file in (MANY, VALUES)]),
+        (
+            40,
+            "fp8_ds_mla",
+            [(MANY, "if constexpr (C::kWeightTiles == 2)\n                t.sync_consumer();", ";")],
+        ),
     ],
+    ids=["few_rows-e4m3", "few_rows-records", "many_rows-e4m3", "many_rows-records"],
 )
-def test_probabilities_overwritten_while_another_warp_multiplies_are_seen(
-    judge, num_heads, file, before, after
-):
+def test_probabilities_overwritten_while_another_warp_multiplies_are_seen(judge, num_heads, kv_dtype, edits):
     with pytest.raises(Race):
-        judge(
-            "hopper", num_heads, 8, *WHOLE, (f"decode/hopper/{file}/kernel.cuh", before, after), kv_dtype=E4M3
-        )
+        judge("hopper", num_heads, 8, *WHOLE, *edits, kv_dtype=kv_dtype)

@@ -95,7 +95,9 @@ struct FewRowsConfig : Base, FewRowsStage<typename Base::Layout, column_blocks(B
     // Bytes of P^T of a tile: 16 bits per element; with records, as many for each scale of a token.
     static constexpr int kWeightBytes =
         kTransposedTile * kConfig.rows * 2 * (Layout::kScales > 0 ? Layout::kScales : 1);
-    static constexpr int kWeightBuffers = kTwoTerms ? 1 : 2;  // of a consumer; 16-bit: two, as measured
+    // Of a consumer. With one, it synchronizes before it writes P^T. With scales, there is no room for two; with
+    // terms of 24 rows, no register for the address.
+    static constexpr int kWeightBuffers = Layout::kScales > 0 || (kTwoTerms && kConfig.rows == 24) ? 1 : 2;
     // Of query column blocks, those that are multiplied with e4m3 keys.
     static constexpr int kFp8Blocks = Layout::kHasTail ? kBlocks : column_blocks(kConfig.dim_latent + kConfig.dim_rope);
     static constexpr int kQueryTermBytes = kFp8Blocks * kConfig.rows * 128;
@@ -237,7 +239,8 @@ struct FewRowsConsumer {
             if (refresh)
                 far = refresh_maximum(s, first, fall ? kFall : 0.f);
             else {
-                if constexpr (C::kWeightBuffers == 1) t.sync_consumer();  // as in `refresh_maximum`
+                // All warps have multiplied by P^T of the tile before.
+                if constexpr (C::kWeightBuffers == 1) t.sync_consumer();
 #pragma unroll
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > output.m[row_of_score(i)] + C::kStaleBound;
             }

@@ -30,7 +30,7 @@
 //   kv       kStages tiles, as in few_rows/kernel.cuh
 //   q        e4m3: terms, [column block][64 rows of high ones, then of low ones][64 B], K-major, swizzled; records:
 //            [column block][64][128 B], K-major, swizzled, in the order in which keys' columns are multiplied
-//   weights  two tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
+//   weights  kWeightTiles tiles of P^T, which take turns: [8][kTile / 8] core matrices of 8 x 8, K-major, not swizzled
 //   maxima   per row, the maximum that P^T is relative to and the scale of its scores: in use, and previous
 //
 // softmax  As in few_rows/kernel.cuh, the maximum may be stale by up to 8 (in log2). Both consumers use the same one:
@@ -40,9 +40,10 @@
 // invariants
 //   * tiles are computed in order, and consumer 0 owns the first tile of each work tile, so the order of sums does not
 //     depend on earlier work tiles
-//   * P^T of tile t is written only when both consumers have multiplied by P^T of t - 2. The other consumer has: the
-//     owner has taken P^T of t - 1, which the other shared only after its products with t - 2. All warps of the owner
-//     have, too: they meet at a barrier before P^T is written
+//   * P^T of tile t is written only when both consumers have multiplied by P^T of the tile whose place it takes. With
+//     three places, that is tile t - 3: its owner has shared P^T of t - 1, and the owner of t that of t - 2, each at a
+//     barrier that its warps reach after their products with t - 3. With two, it is t - 2: the owner has taken P^T of
+//     t - 1, which the other shared after its products with t - 2, and synchronizes before it writes
 //   * ratios of tile t are written once its keys have arrived, where those of t - 4 lay. Ratios of the two previous
 //     tiles may still be read then, by threads of either consumer. Three buffers would suffice; four is a power of two
 //   * maxima alternate between two buffers. A consumer that refreshes them has taken P^T of the previous tile, which
@@ -68,6 +69,9 @@ struct ManyRowsFp8Config
     static constexpr int kBlocks = kConfig.dim_latent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false, kCombinesTwo = true;
     static constexpr int kWeightBytes = kTransposedTile * kConfig.rows * 2;  // of P^T of a tile
+    // Tiles that have a place for P^T. With two, a consumer synchronizes before it writes P^T; beside records, there is
+    // no room for three.
+    static constexpr int kWeightTiles = Layout::kScales > 0 ? 2 : 3;
 
     static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block);
     static_assert(Layout::kElementBytes == 1);
@@ -286,18 +290,17 @@ struct ManyRowsFp8Consumer {
         return exceeds;
     }
 
-    // Computes P^T of this consumer's own tile, for both. The other consumer has multiplied by P^T of the tile two
-    // before, since this one has taken P^T of the tile in between. `first`: of a work tile.
+    // Computes P^T of this consumer's own tile, for both. `first`: of a work tile.
     __device__ void softmax(const Scores& s, uint32_t tile, bool first) {
         Sums sums;
         bool refresh = first;
         for (;; refresh = true) {
             if (refresh)
                 refresh_maxima(s, first);
-            else
-                t.sync_consumer();  // all warps have multiplied by P^T of the tile two before, as in `refresh_maxima`
+            else if constexpr (C::kWeightTiles == 2)
+                t.sync_consumer();  // all warps have multiplied by P^T of the tile two before
             if (t.thread == 0) smem.softmax.refreshed[tile % 4] = refresh;
-            const bool exceeds = store_probabilities(s, smem.products.weights[tile % 2], sums);
+            const bool exceeds = store_probabilities(s, smem.products.weights[tile % C::kWeightTiles], sums);
             fence_async_proxy();
             if (!t.any_in_consumer(exceeds && !refresh)) break;  // the barrier also publishes P^T
         }

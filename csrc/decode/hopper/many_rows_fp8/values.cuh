@@ -25,8 +25,8 @@ __device__ __forceinline__ void widen_values(uint32_t (&first)[4], uint32_t (&se
 // Shared memory of what a consumer does with keys and values.
 template <typename C>
 struct ProductMemory {
-    alignas(1024) unsigned char weights[2][C::kWeightBytes];  // P^T of a tile; tiles take turns
-    alignas(8) float score_scales[C::kRows];                  // what brings a product to log2, for each query row
+    alignas(1024) unsigned char weights[C::kWeightTiles][C::kWeightBytes];  // P^T of a tile; tiles take turns
+    alignas(8) float score_scales[C::kRows];  // what brings a product to log2, for each query row
 };
 
 template <typename C>
@@ -94,7 +94,7 @@ struct ManyRowsFp8Values {
     template <typename Scale>
     __device__ void multiply_values(Blocks& o, uint32_t tile, Scale scale) {
         const uint64_t p_descriptor =
-            uniform(make_descriptor(memory.weights[tile % 2], 128, C::kTile / 8 * 128, Swizzle::kNone));
+            uniform(make_descriptor(memory.weights[tile % C::kWeightTiles], 128, C::kTile / 8 * 128, Swizzle::kNone));
         Fragments fragments[2];
         uint32_t words[2][4];
         load_values(words, tile, 0);
