@@ -12,6 +12,7 @@ import json
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,8 +151,9 @@ def load_section() -> str:
     ]
     parts[1] = textwrap.fill(parts[1], 120, break_on_hyphens=False)
     for (model, name), rows in found.items():
-        starts = 1 + max(row["start"] for row in rows)
-        counted = f"medians of {starts} starts" if starts > 1 else "one start"
+        starts = Counter(backend for backend, _ in {(row["backend"], row["start"]) for row in rows})
+        fewest, most = min(starts.values()), max(starts.values())
+        counted = f"medians of {f'{fewest} to ' * (fewest < most)}{most} starts" if most > 1 else "one start"
         file = f"[{name}](../benchmarks/results/{name})"
         parts += [f"{LOADED_MODELS.get(model, model)}, {counted} ({file}):", load_table(rows)]
     return "\n\n".join(parts)

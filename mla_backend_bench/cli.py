@@ -464,6 +464,7 @@ def load(
     with _as_bad_parameter(InvalidInputError):
         vocabulary = vocabulary_of(model)
     options = _json_object(engine_options)
+    _check_installed(engine)
     loads = [
         Load(number, max(waves * number, min_requests), prompt_tokens, new_tokens, range_ratio)
         for number in concurrency or (1, 8, 32, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import shutil
@@ -91,9 +92,11 @@ class ServerMeter:
         size = ("--num-prompts", load.requests, "--max-concurrency", load.concurrency, "--seed", seed)
         arguments = ("--host", "127.0.0.1", *place, *size, *self._engine.load(load, results / "results.json"))
         self._generate([*map(str, arguments)])
-        self._check_server()
         found: dict[str, Any] = json.loads((results / "results.json").read_text())
         if found["completed"] != load.requests:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(5)  # requests fail a moment before a server has ended
+            self._check_server()
             raise RuntimeError(f"{load.requests - found['completed']} of {load.requests} requests failed")
         return found
 

@@ -226,7 +226,7 @@ def test_nothing_is_left_if_the_command_is_stopped(model, how):
             assert command.poll() is None
             time.sleep(0.05)
         command.send_signal(how)
-        command.wait(8)
+        command.wait(120)
     finally:
         command.kill()
     assert_no_server_is_left(model)
@@ -297,7 +297,9 @@ def test_bad_arguments_are_refused(tmp_path, monkeypatch, arguments, message):
 
 
 def test_a_missing_engine_is_named_before_anything_starts(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text('{"vocab_size": 8, "num_hidden_layers": 1}')
+    config = {"vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 512}
+    config |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for command in ("load", "layer"):
         outcome = CliRunner().invoke(app, [command, "sglang", str(tmp_path)])

@@ -47,6 +47,9 @@ def test_figures_under_load_have_a_section_once_there_are_results(tmp_path, monk
     lines = figures.updated(page).splitlines()
     assert "### Under load" in lines and "of 1,024 to 3,072 tokens" in " ".join(lines)
     assert any("DeepSeek-V2-Lite's shape, medians of 3 starts" in line for line in lines)
+    fewer = [row for row in rows if (row["backend"], row["start"]) != ("FLASH_ATTN_MLA", 2)]
+    (tmp_path / figures.LOADS[0]).write_text(json.dumps({"runs": {}, "rows": fewer}))
+    assert "medians of 2 to 3 starts" in figures.updated(page)
     same = ["**150**"] * 2
     assert [line.strip("| ").split(" | ") for line in lines if line.startswith("| 8")] == [
         ["8", "mla-backend", "**5.00**", "**1,280**", *same, "**2.75**", "**150**"],
