@@ -462,12 +462,18 @@ def load(
 
     _check_engine_run(engine, [], backend, output)
     with _as_bad_parameter(InvalidInputError):
-        vocabulary_of(model)
+        vocabulary = vocabulary_of(model)
     options = _json_object(engine_options)
     loads = [
         Load(number, max(waves * number, min_requests), prompt_tokens, new_tokens, range_ratio)
         for number in concurrency or (1, 8, 32, 128)
     ]
+    if vocabulary < 8 * (requests := max(load.requests for load in loads)):
+        typer.echo(
+            f"the model has {vocabulary:,} token ids, too few for {requests:,} different prompts: the prefix "
+            "cache will have some of them; write a larger vocab_size into its config.json",
+            err=True,
+        )
     longest = loads[0].longest(new_tokens)
     settings = Settings(engine, model, loads, longest, 1, together, dtype, options)
     rows, all_ran = _measure_engines(settings, backend, ServerMeter, starts, output, add, commit)

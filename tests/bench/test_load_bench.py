@@ -206,9 +206,16 @@ def test_a_server_that_dies(model, backend, last_words):
 def test_failed_requests_are_no_figure(model):
     outcome = bench(model, "--backend", "B", "--concurrency", "7")
     assert outcome.exit_code == 1 and "1 of 28 requests failed" in outcome.output
+    assert "token ids" not in outcome.output
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_small_vocabulary_is_named(model):
+    (model / "config.json").write_text('{"vocab_size": 255}')
+    outcome = bench(model, "--backend", "B", "--concurrency", "2", "--waves", "16")
+    assert outcome.exit_code == 0 and "255 token ids, too few for 32 different" in outcome.output
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_if_the_command_is_stopped(model, how):
     (model / "hang").touch()
     run = "from mla_backend_bench.cli import app; app()"
