@@ -27,7 +27,7 @@ __device__ __forceinline__ void cp_async_16_or_zero(uint32_t destination, const 
                  : "memory");
 }
 
-// 16 bytes of weights, which no kernel writes: they may be loaded before the predecessor has ended.
+// 16 bytes of weights, which no kernel of a step writes: they may be loaded before the predecessor has ended.
 __device__ __forceinline__ void cp_async_16_of_weights(uint32_t destination, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }

@@ -1,8 +1,8 @@
 // The product of each head's rows with the head's weights, out[t, h, :] = x[t, h, :] * W[h], for few tokens: of queries
 // with W_UK, and of attention's outputs with W_UV.
 //
-// Such a product takes as long as its loads. Weights depend on no kernel, so they are loaded while the predecessor
-// still runs. Sums have one order, so the same inputs give the same bits.
+// With few tokens, loading the weights takes most of the time. No kernel of a step writes them, so they are loaded
+// while the predecessor still runs. Sums have one order, so the same inputs give the same bits.
 //
 // grid   a CTA for each C::kColumns columns of each head
 // block  C::kWarps warps, which divide the columns; if there are fewer blocks of 16 columns than warps, also the depth

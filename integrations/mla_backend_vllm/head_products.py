@@ -1,4 +1,4 @@
-"""The products with W_UK and W_UV, in steps that only decode, and few tokens: in launches that begin early.
+"""The products with W_UK and W_UV in small decode steps: launches that begin before their predecessor ends.
 
 vLLM's `MLAAttention.forward_impl` multiplies queries by W_UK, calls `impl.forward_mqa`, and multiplies its
 output by W_UV. With cuBLAS each product waits until the kernel before it has ended, and only then for its

@@ -30,9 +30,9 @@
 //            [column block][8][128 B], swizzled by 128 B. The same bytes are K (K-major: a group is 8 rows of M) and
 //            V^T (MN-major: a group is 8 steps of wgmma's K dimension).
 //   q        kQueryBuffers x [column block][N][128 B], K-major, swizzled
-//   weights  P^T of tiles. 16-bit keys: per consumer 2 x [N / 8][kTile / 8] core matrices of 8 x 8, K-major, not
-//            swizzled; other keys: see keys_e4m3.cuh. At the end of a work tile, the consumers' exchange takes their
-//            place
+//   weights  P^T of tiles, kWeightBuffers per consumer. 16-bit keys: [N / 8][kTile / 8] core matrices of 8 x 8,
+//            K-major, not swizzled; fp8 keys: see keys_e4m3.cuh. At the end of a work tile, the consumers' exchange
+//            takes their place
 //
 // e4m3 keys take half the space: [column block][8][64 B], swizzled by 64 B. Records lie 656 B apart in memory, so a box
 // with rows of 64 B would read half of the 32-byte sectors that it touches twice. Their column blocks therefore have
@@ -52,8 +52,9 @@
 //     and zeroed in V (0 x NaN is NaN). For tokens whose entries name no key, a stage holds zeros (UnnamedTokens)
 //   * CTAs that share an m-block wait for each other (schedule/splits.cuh; pairs: hopper/pair.cuh) only after all
 //     their own work
-//   * a consumer writes P of a tile when all warps have multiplied by what its buffer held. Of two buffers, they pass
-//     the barrier of the other one's tile in between; with fp8 keys P has one, and a barrier of its own
+//   * a consumer writes P of a tile when all of its warps have multiplied by what the buffer held. With two buffers,
+//     they have since passed the barrier of the tile in the other one; with one (kWeightBuffers), there is a barrier
+//     for that
 //   * a warp may zero values that other warps still read as keys: their scores are masked, whatever they are
 //   * a fixed order everywhere: the same inputs and plan give the same bits
 #pragma once
@@ -95,8 +96,8 @@ struct FewRowsConfig : Base, FewRowsStage<typename Base::Layout, column_blocks(B
     // Bytes of P^T of a tile: 16 bits per element; with records, as many for each scale of a token.
     static constexpr int kWeightBytes =
         kTransposedTile * kConfig.rows * 2 * (Layout::kScales > 0 ? Layout::kScales : 1);
-    // Of a consumer. With one, it synchronizes before it writes P^T. With scales, there is no room for two; with
-    // terms of 24 rows, no register for the address.
+    // Of a consumer. With two, no barrier is needed before it writes P^T. With records, shared memory has no room for
+    // two; with two terms of 24 rows, no register is free for the address.
     static constexpr int kWeightBuffers = Layout::kScales > 0 || (kTwoTerms && kConfig.rows == 24) ? 1 : 2;
     // Of query column blocks, those that are multiplied with e4m3 keys.
     static constexpr int kFp8Blocks = Layout::kHasTail ? kBlocks : column_blocks(kConfig.dim_latent + kConfig.dim_rope);
@@ -239,7 +240,7 @@ struct FewRowsConsumer {
             if (refresh)
                 far = refresh_maximum(s, first, fall ? kFall : 0.f);
             else {
-                // All warps have multiplied by P^T of the tile before.
+                // All warps have multiplied by P^T of this consumer's previous tile.
                 if constexpr (C::kWeightBuffers == 1) t.sync_consumer();
 #pragma unroll
                 for (int i = 0; i < kScores; ++i) exceeds |= s[i] > output.m[row_of_score(i)] + C::kStaleBound;

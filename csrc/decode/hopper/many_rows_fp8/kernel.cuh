@@ -40,10 +40,12 @@
 // invariants
 //   * tiles are computed in order, and consumer 0 owns the first tile of each work tile, so the order of sums does not
 //     depend on earlier work tiles
-//   * P^T of tile t is written only when both consumers have multiplied by P^T of the tile whose place it takes. With
-//     three places, that is tile t - 3: its owner has shared P^T of t - 1, and the owner of t that of t - 2, each at a
-//     barrier that its warps reach after their products with t - 3. With two, it is t - 2: the owner has taken P^T of
-//     t - 1, which the other shared after its products with t - 2, and synchronizes before it writes
+//   * P^T of tile t is written only when both consumers have multiplied by P^T of the tile whose place it takes:
+//     - of three places (kWeightTiles), that is tile t - 3. The owner of t has shared P^T of t - 2, and the other
+//       consumer that of t - 1, which the owner has taken. Each shared at a barrier that its warps reach only after
+//       their products with t - 3
+//     - of two, it is t - 2. The owner has taken P^T of t - 1, which the other consumer shared after its products with
+//       t - 2. The owner's own warps synchronize before they write
 //   * ratios of tile t are written once its keys have arrived, where those of t - 4 lay. Ratios of the two previous
 //     tiles may still be read then, by threads of either consumer. Three buffers would suffice; four is a power of two
 //   * maxima alternate between two buffers. A consumer that refreshes them has taken P^T of the previous tile, which
@@ -69,8 +71,8 @@ struct ManyRowsFp8Config
     static constexpr int kBlocks = kConfig.dim_latent / 64;  // m64 blocks of O^T
     static constexpr bool kConsumersMerge = false, kCombinesTwo = true;
     static constexpr int kWeightBytes = kTransposedTile * kConfig.rows * 2;  // of P^T of a tile
-    // Tiles that have a place for P^T. With two, a consumer synchronizes before it writes P^T; beside records, there is
-    // no room for three.
+    // Places for P^T. With three, no barrier is needed before P^T is written; with records, shared memory has no room
+    // for three.
     static constexpr int kWeightTiles = Layout::kScales > 0 ? 2 : 3;
 
     static_assert(kConfig.rows == 64 && kConfig.query_buffers == 1 && !kConfig.for_one_m_block);
