@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,12 @@ _forks = multiprocessing.get_context("forkserver")
 def preload(*modules: str) -> None:
     """Have the process whose forks run import these modules, when it starts."""
     _forks.set_forkserver_preload(list(modules))
+
+
+def in_a_new_process(function: Callable[..., Any], *arguments: object) -> Any:
+    """What ``function`` returns in a process that has imported nothing yet."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def run_script(script: Path, *arguments: object, **environment: str) -> str:

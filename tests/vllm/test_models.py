@@ -1,14 +1,12 @@
 """vLLM on this backend generates the tokens of each family's own layers (`mla_backend.models`)."""
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-
 import pytest
 import torch
 
 from mla_backend import counters
 from mla_backend.models import FAMILIES, State
 from mla_backend_vllm import selection_name
+from tests.support.processes import in_a_new_process
 from tests.support.small_models import NEW_TOKENS, know_config, make_small_model
 from tests.support.vllm_outputs import attended_tokens, attention_layers, counted_tokens
 
@@ -44,8 +42,7 @@ def test_tokens(start_engine, tmp_path, family):
     if "transformers" in family.vllm.options:
         options["model_impl"] = "transformers"
         # vLLM's Transformers backend changes the model's class in this process, perhaps in a test before.
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            expected = process.submit(make_small_model, family, tmp_path).result()
+        expected = in_a_new_process(make_small_model, family, tmp_path)
     else:
         expected = make_small_model(family, tmp_path)
     know_config(family.config["model_type"])
