@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -238,18 +239,26 @@ def print_loads(console: Console, rows: list[Row]) -> None:
         "tpot_p50_ms": "TPOT p50 ms",
         "tpot_p99_ms": "p99",
     }
-    table = _table(None, "backend", "at a time", *columns.values())
+    table = _table(None, "backend", "prompt", "new", "at a time", *columns.values())
     for row in sorted(_over_starts(rows), key=lambda row: row["concurrency"]):
+        lengths = (_span(row[name], row["range_ratio"]) for name in ("prompt_tokens", "new_tokens"))
         numbers = (f"{row[name]:.2f}" for name in columns)
-        table.add_row(row["backend"], str(row["concurrency"]), *numbers)
+        options = f" {json.dumps(row['options'])}" if "options" in row else ""
+        table.add_row(row["backend"] + options, *lengths, str(row["concurrency"]), *numbers)
     console.print(table)
+
+
+def _span(average: int, ratio: float) -> str:
+    """From which to which number lengths are drawn."""
+    least, most = (f"{average * factor:.0f}" for factor in (1 - ratio, 1 + ratio))
+    return least if least == most else f"{least}-{most}"
 
 
 def _over_starts(rows: list[Row]) -> list[Row]:
     """One row for those that differ by their start alone, with the medians of what was measured."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        facts = {name: value for name, value in row.items() if not isinstance(value, float)}
+        facts = {k: v for k, v in row.items() if not isinstance(v, float) or k == "range_ratio"}
         facts = {name: value for name, value in facts.items() if name not in ("start", "cache_tokens")}
         groups.setdefault(repr(facts), []).append(row)
     return [

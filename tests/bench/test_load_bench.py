@@ -236,16 +236,25 @@ def test_the_table_has_medians_over_starts():
     from rich.console import Console
 
     console = Console(width=150)
-    common = {"engine": "vllm", "concurrency": 8, "requests": 32, "range_ratio": 0.5}
+    lengths = {"prompt_tokens": 100, "new_tokens": 10, "range_ratio": 0.5}
+    common = {"engine": "vllm", "concurrency": 8, "requests": 32} | lengths
     rows = [
         common | {"backend": backend, "start": start} | dict.fromkeys(load.MEASURED, value)
         for start, values in enumerate([(1.0, 7.0), (9.0, 8.0), (2.0, 9.0)])
         for backend, value in zip("AB", values, strict=True)
     ]
+    # Of another load, added to the same file: `--add --range-ratio 0`.
+    rows.append(rows[0] | {"start": 3, "range_ratio": 0.0} | dict.fromkeys(load.MEASURED, 5.0))
+    rows.append(rows[0] | {"options": {"block_size": 32}} | dict.fromkeys(load.MEASURED, 4.0))
     with console.capture() as capture:
         tables.print_loads(console, rows)
     _, *lines = capture.get().splitlines()
-    assert [line.split() for line in lines] == [["A", "8", *["2.00"] * 6], ["B", "8", *["8.00"] * 6]]
+    assert [line.split() for line in lines] == [
+        ["A", "50-150", "5-15", "8", *["2.00"] * 6],
+        ["B", "50-150", "5-15", "8", *["8.00"] * 6],
+        ["A", "100", "10", "8", *["5.00"] * 6],
+        ["A", '{"block_size":', "32}", "50-150", "5-15", "8", *["4.00"] * 6],
+    ]
 
 
 def test_options_become_flags():

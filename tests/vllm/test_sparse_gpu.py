@@ -208,6 +208,7 @@ def glm_path(tmp_path_factory):
         config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "kv_lora_rank": 512}
         config |= {"q_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256}
         config |= {"mla_use_nope": True, "index_topk": GLM_TOPK, "index_kpool": POOL, "index_n_heads": 32}
+        config["indexer_rope_interleave"] = True
         config |= {
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "mlp_layer_types": ["dense"] * 4,
