@@ -7,10 +7,10 @@ import os
 from mla_backend.errors import InvalidInputError
 
 SWITCHES = {
+    "MLA_BACKEND_AROUND_ATTENTION": True,
     "MLA_BACKEND_DEBUG": False,
     "MLA_BACKEND_DEFAULT": False,
     "MLA_BACKEND_DSA": False,
-    "MLA_BACKEND_FUSED_APPEND": True,
     "MLA_BACKEND_JIT": True,
 }
 """The variables that are 0 or 1, with what they are if unset. docs/jit.md says what each means."""

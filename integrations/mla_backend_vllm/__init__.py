@@ -15,7 +15,7 @@ BACKEND_PATH = "mla_backend_vllm.backend.VllmMLABackend"
 SPARSE_PATH = "mla_backend_vllm.sparse.SparseBackend"
 PREFILL_PATH = "mla_backend_vllm.prefill_backend.MLAPrefill"
 DEFAULT_VARIABLE = "MLA_BACKEND_DEFAULT"
-FUSED_APPEND_VARIABLE = "MLA_BACKEND_FUSED_APPEND"
+AROUND_ATTENTION_VARIABLE = "MLA_BACKEND_AROUND_ATTENTION"
 
 PREFERRED_PAGE_SIZE = 64
 """On a GPU, and on the CPU from vLLM 0.33 on; before, its CPU platform had its own default."""
@@ -34,15 +34,15 @@ def is_default() -> bool:
     return settings.is_on(DEFAULT_VARIABLE)
 
 
-def fuses_appends() -> bool:
-    """Whether MLA_BACKEND_FUSED_APPEND leaves `mla_backend_vllm.fused_append` and `head_products` on.
+def launches_around_attention() -> bool:
+    """Whether MLA_BACKEND_AROUND_ATTENTION leaves `mla_backend_vllm.fused_append` and `head_products` on.
 
     Raises:
         InvalidInputError: the variable is neither 0 nor 1.
     """
     from mla_backend import settings
 
-    return settings.is_on(FUSED_APPEND_VARIABLE)
+    return settings.is_on(AROUND_ATTENTION_VARIABLE)
 
 
 def is_this_backend(selected: Any) -> bool:
@@ -87,7 +87,7 @@ def _register() -> None:
 def _replace_wrapper() -> None:
     """Have one launch normalize, rotate and append new tokens, if this vLLM has what it takes."""
     try:
-        if fuses_appends():
+        if launches_around_attention():
             from mla_backend_vllm.fused_append import replace_wrapper
 
             replace_wrapper()

@@ -39,7 +39,7 @@ from mla_backend import RotaryAppend, jit
 from mla_backend.kernels import append as append_kernel
 from mla_backend.kernels.base import ELEMENT_NAMES, FIRST_CAPABILITY
 from mla_backend.rotary import rms_norm, rotate
-from mla_backend_vllm import FUSED_APPEND_VARIABLE, fuses_appends, logger
+from mla_backend_vllm import AROUND_ATTENTION_VARIABLE, launches_around_attention, logger
 
 OP_NAME = "normalize_rotate_append"
 _ATTENTION_OP = "vllm::unified_mla_attention_with_output"
@@ -218,7 +218,7 @@ def replace_wrapper() -> None:
             "new tokens to it; %s=0 is silent about this",
             name,
             op_registry_oot[name],
-            FUSED_APPEND_VARIABLE,
+            AROUND_ATTENTION_VARIABLE,
         )
 
 
@@ -249,8 +249,8 @@ def _fuse(layer: FusedWrapper) -> bool:
 
 def why_not_fused(layer: Any, vllm_config: Any) -> Iterator[str]:
     """Why vLLM must normalize, rotate and append the new tokens of ``layer`` (vLLM's wrapper) itself."""
-    if not fuses_appends():
-        yield f"{FUSED_APPEND_VARIABLE}=0"
+    if not launches_around_attention():
+        yield f"{AROUND_ATTENTION_VARIABLE}=0"
     try:
         yield from _against_engine(vllm_config)
         yield from _against_attention(layer.mla_attn)

@@ -23,7 +23,7 @@ from mla_backend import jit
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels import head_product
 from mla_backend.kernels.head_product import HeadProduct
-from mla_backend_vllm import FUSED_APPEND_VARIABLE, fuses_appends
+from mla_backend_vllm import AROUND_ATTENTION_VARIABLE, launches_around_attention
 
 # Of x [T, H, depth], weights [H, depth, columns] and out [T, H, columns].
 Multiply = Callable[[Tensor, Tensor, Tensor], None]
@@ -118,8 +118,8 @@ def has_head_products(layer: Any) -> bool:
 
 def why_not(layer: Any, vllm_config: Any) -> Iterator[str]:
     """Why vLLM must multiply by the absorbed weights of ``layer``, which is loaded, itself."""
-    if not fuses_appends():
-        yield f"{FUSED_APPEND_VARIABLE}=0"
+    if not launches_around_attention():
+        yield f"{AROUND_ATTENTION_VARIABLE}=0"
     try:
         yield from _against_engine(vllm_config)
         yield from _against_layer(layer)

@@ -29,9 +29,9 @@ from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_back
 from mla_backend import MLAGeometry, UnsupportedError, cache, counters, engines
 from mla_backend.cache_format import CacheFormat, Scale, cache_format, dequantize
 from mla_backend_vllm import (
-    FUSED_APPEND_VARIABLE,
+    AROUND_ATTENTION_VARIABLE,
     PREFILL_PATH,
-    fuses_appends,
+    launches_around_attention,
     prefill_member,
     refusals,
 )
@@ -149,8 +149,8 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if not fuses_appends():
-            self.why_not_fused = f"{FUSED_APPEND_VARIABLE}=0"
+        if not launches_around_attention():
+            self.why_not_fused = f"{AROUND_ATTENTION_VARIABLE}=0"
         if self.kv_format.is_quantized and current_platform.is_cpu():
             # On the CPU vLLM gathers context only from caches that are not quantized, so forward_mha
             # passes it a cache in the model's dtype.

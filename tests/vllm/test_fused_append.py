@@ -80,14 +80,14 @@ def test_a_models_drafts_keep_vllms_way(start_engine, deepseek_v3):
 
 
 def test_switched_off_it_leaves_all_to_vllm(start_engine, deepseek, monkeypatch):
-    monkeypatch.setenv("MLA_BACKEND_FUSED_APPEND", "0")
+    monkeypatch.setenv("MLA_BACKEND_AROUND_ATTENTION", "0")
     messages = []
     monkeypatch.setattr(metadata.logger, "info_once", lambda text, *values: messages.append(text % values))
     monkeypatch.setattr(FusedAppend, "run", None)
     llm = start_engine(deepseek.path, attention_backend=NAME)
     assert not any(w.is_fused for w in wrappers(llm))
     assert_tokens(generate(llm, deepseek), deepseek)
-    assert "vLLM's kernels append new tokens (MLA_BACKEND_FUSED_APPEND=0)" in messages[0]
+    assert "vLLM's kernels append new tokens (MLA_BACKEND_AROUND_ATTENTION=0)" in messages[0]
 
 
 def test_other_backends_are_left_alone(start_engine, deepseek):
@@ -425,8 +425,8 @@ def test_draft_models_keep_vllms_way(given_layer):
 
 
 def test_switched_off_is_a_reason(given_layer, monkeypatch):
-    monkeypatch.setenv("MLA_BACKEND_FUSED_APPEND", "0")
-    assert reasons(*given_layer) == ["MLA_BACKEND_FUSED_APPEND=0"]
+    monkeypatch.setenv("MLA_BACKEND_AROUND_ATTENTION", "0")
+    assert reasons(*given_layer) == ["MLA_BACKEND_AROUND_ATTENTION=0"]
 
 
 @pytest.mark.parametrize(

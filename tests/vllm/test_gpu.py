@@ -136,7 +136,7 @@ def test_captured_steps_multiply_by_absorbed_weights_in_our_launches(
     """Two in each layer and step; with the switch off none."""
     if torch.cuda.get_device_capability() != head_product.CAPABILITY:
         pytest.skip("the kernel is for compute capability 9.0")
-    monkeypatch.setenv("MLA_BACKEND_FUSED_APPEND", switch)
+    monkeypatch.setenv("MLA_BACKEND_AROUND_ATTENTION", switch)
     llm = start_engine(dense_path("deepseek-v2"), attention_backend=NAME, **options(**GRAPHS))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         generate(llm, prompts()[4:7])

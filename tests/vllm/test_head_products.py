@@ -94,14 +94,14 @@ def test_on_the_cpu_they_stay_out(start_engine, deepseek, monkeypatch):
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_the_start_line_says_whether(start_engine, deepseek, monkeypatch, in_engines, switch):
-    monkeypatch.setenv("MLA_BACKEND_FUSED_APPEND", switch)
+    monkeypatch.setenv("MLA_BACKEND_AROUND_ATTENTION", switch)
     llm, line = start_line(monkeypatch, start_engine, deepseek.path)
     assert [has_head_products(layer) for layer in attention_layers(llm)] == [switch == "1"] * len(
         attention_layers(llm)
     )
     said = {
         "1": "small steps multiply by W_UK and W_UV in launches that begin early",
-        "0": "torch multiplies by W_UK and W_UV (MLA_BACKEND_FUSED_APPEND=0)",
+        "0": "torch multiplies by W_UK and W_UV (MLA_BACKEND_AROUND_ATTENTION=0)",
     }
     assert said[switch] in line
 
@@ -243,7 +243,7 @@ def without(name):
 
 
 CONDITIONS = {
-    "MLA_BACKEND_FUSED_APPEND=0": lambda *given: given[2].setenv("MLA_BACKEND_FUSED_APPEND", "0"),
+    "MLA_BACKEND_AROUND_ATTENTION=0": lambda *given: given[2].setenv("MLA_BACKEND_AROUND_ATTENTION", "0"),
     "on the CPU": lambda *given: given[2].setattr(
         head_products, "current_platform", SimpleNamespace(is_cpu=lambda: True)
     ),
