@@ -218,7 +218,9 @@ def test_a_small_vocabulary_is_named(model):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_if_the_command_is_stopped(model, how):
     (model / "hang").touch()
-    run = "from mla_backend_bench.cli import app; app()"
+    # Whoever started the tests may ignore SIGINT, as a shell does for what it runs in the background.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = f"{heed}; from mla_backend_bench.cli import app; app()"
     arguments = [sys.executable, "-c", run, "load", "vllm", str(model), "--backend", "B", "--backend", "C"]
     command = subprocess.Popen([*arguments, "--together", "2"], start_new_session=True)
     try:
