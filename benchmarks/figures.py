@@ -143,13 +143,12 @@ def load_section() -> str:
         f"{row[key] * (1 - row['range_ratio']):,.0f} to {row[key] * (1 + row['range_ratio']):,.0f}"
         for key in ("prompt_tokens", "new_tokens")
     ]
-    parts = [
-        "### Under load",
+    introduction = (
         "Servers under the engines' own load generators, on an H200, bf16: random prompts of "
         f"{spans[0]} tokens, each of which continues with {spans[1]}. Time to the first token (TTFT) and per "
-        "further token (TPOT) of a request ([method](../benchmarks/README.md#servers-under-load)).",
-    ]
-    parts[1] = textwrap.fill(parts[1], 120, break_on_hyphens=False)
+        "further token (TPOT) of a request ([method](../benchmarks/README.md#servers-under-load))."
+    )
+    parts = ["### Under load", textwrap.fill(introduction, 120, break_on_hyphens=False)]
     for (model, name), rows in found.items():
         starts = Counter(backend for backend, _ in {(row["backend"], row["start"]) for row in rows})
         fewest, most = min(starts.values()), max(starts.values())

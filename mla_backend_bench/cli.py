@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import shlex
@@ -20,6 +21,7 @@ from mla_backend.errors import InvalidInputError, KernelBuildError, UnsupportedE
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
     from mla_backend_bench.serving import Meter, Row
     from mla_backend_bench.serving_engines import Settings, Shape
@@ -327,17 +329,18 @@ def _measure_engines(
     output: Path | None,
     add: bool,
     commit: str | None,
-) -> tuple[list[Row], bool]:
-    """Rows of all backends and starts, saved one by one, and whether no engine failed.
+    show: Callable[[Console, list[Row]], None],
+) -> None:
+    """Measure all backends and starts, save the rows one by one, and show them.
 
-    With ``add``, the rows that the file has of the model are the first of them.
+    With ``add``, the rows that the file has of the model are the first of them. Ends the command with exit
+    status 1 if an engine failed.
     """
     import torch
 
     from mla_backend_bench import serving as bench
     from mla_backend_bench.serving_engines import DRIVERS
 
-    _check_installed(settings.engine)
     model = Path(settings.model).resolve().name
     rows: list[Row] = []
     if add:
@@ -358,9 +361,10 @@ def _measure_engines(
             rows.append({"start": start, "model": model} | row)
             if output:
                 bench.save(output, rows, _command_line(), commit)
-    if not rows:
+    if rows:
+        show(make_console(), rows)
+    if failed or not rows:
         raise typer.Exit(1)
-    return rows, not failed
 
 
 @app.command()
@@ -389,11 +393,10 @@ def serving(
 
     parsed = _check_engine_run(engine, shapes or ["1x1024", "16x1024"], backend, output)
     options = _json_object(engine_options)
+    _check_installed(engine)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
-    rows, all_ran = _measure_engines(settings, backend, EngineMeter, starts, output, add, commit)
-    tables.print_serving(make_console(), rows, DRIVERS[engine].is_ours)
-    if not all_ran:
-        raise typer.Exit(1)
+    show = functools.partial(tables.print_serving, is_ours=DRIVERS[engine].is_ours)
+    _measure_engines(settings, backend, EngineMeter, starts, output, add, commit, show)
 
 
 @app.command()
@@ -424,10 +427,7 @@ def layer(
     _device("bench layer", "cuda")
     new_tokens = STEPS + 1
     settings = Settings(engine, model, parsed, new_tokens, 1, together, "bfloat16", options, layers=layers)
-    rows, all_ran = _measure_engines(settings, backend, EngineMeter, starts, output, add, commit)
-    tables.print_layers(make_console(), rows)
-    if not all_ran:
-        raise typer.Exit(1)
+    _measure_engines(settings, backend, EngineMeter, starts, output, add, commit, tables.print_layers)
 
 
 @app.command()
@@ -477,10 +477,7 @@ def load(
         )
     longest = loads[0].longest(new_tokens)
     settings = Settings(engine, model, loads, longest, 1, together, dtype, options)
-    rows, all_ran = _measure_engines(settings, backend, ServerMeter, starts, output, add, commit)
-    tables.print_loads(make_console(), rows)
-    if not all_ran:
-        raise typer.Exit(1)
+    _measure_engines(settings, backend, ServerMeter, starts, output, add, commit, tables.print_loads)
 
 
 @app.command()

@@ -129,6 +129,11 @@ class CheckedImpl:
         weights writes to it, so captured graphs see the change."""
         return k_scale if self.kv_format.takes_scale else None
 
+    def _count_prefill(self, tokens: int, attn_metadata: Any) -> None:
+        """Count the new tokens of a regular prefill, by the library that attends."""
+        library = library_of(attn_metadata.prefill.prefill_backend)
+        counters.add("vanilla_prefill", tokens, kernel=library, cache_format=self.kv_format.name)
+
 
 class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
     """The attention of one layer."""
@@ -229,8 +234,7 @@ class MLAImpl(CheckedImpl, MLACommonImpl[Metadata]):
         **kwargs: Any,
     ) -> None:
         """vLLM's regular prefill, on the prefill backend that the metadata builder chose."""
-        library = library_of(attn_metadata.prefill.prefill_backend)
-        counters.add("vanilla_prefill", q.shape[0], kernel=library, cache_format=self.kv_format.name)
+        self._count_prefill(q.shape[0], attn_metadata)
         has_context = attn_metadata.prefill.chunked_context is not None
         if has_context and kv_c_and_k_pe_cache.is_cpu and self.kv_format.is_quantized:
             kv_c_and_k_pe_cache = self._dequantized_context(

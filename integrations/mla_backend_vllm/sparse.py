@@ -44,7 +44,6 @@ from mla_backend_vllm.metadata import (
     merge_all_context,
     with_graph_padding,
 )
-from mla_backend_vllm.prefill_backend import library_of
 from mla_backend_vllm.sparse_step import (
     PAGE_SIZE,
     CopiedPrompts,
@@ -348,8 +347,7 @@ class SparseImpl(CheckedImpl, sparse_mla_attention.SparseMLACommonImpl[SparseMet
         **kwargs: Any,
     ) -> None:
         """vLLM's regular prefill."""
-        library = library_of(attn_metadata.prefill.prefill_backend)
-        counters.add("vanilla_prefill", q.shape[0], kernel=library, cache_format=self.kv_format.name)
+        self._count_prefill(q.shape[0], attn_metadata)
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **kwargs)
 
 

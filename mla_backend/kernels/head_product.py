@@ -20,9 +20,7 @@ MOST_TOKENS = 64
 
 MOST_ROWS = 2048
 """Tokens times heads up to which the kernel is used. Every CTA of a head loads all rows of the head, so with
-many rows cuBLAS is faster. On an H200, both products of DeepSeek-V3 in a captured step take less by 5.8 µs a
-layer with 16 heads and 1 token, 6.6 with 32 and 4.5 with 64; with 128 heads by 5.9 µs with 1 token, 4.5 with
-8 and 1.9 with 16."""
+many rows cuBLAS is faster: on an H200, with 128 heads, from somewhere above 16 tokens."""
 
 
 class HeadProduct:
@@ -81,7 +79,7 @@ def why_not(weights: Tensor, capability: tuple[int, int]) -> str | None:
         return f"its kernel does not multiply {depth} by {columns} columns"
     if _kind(weights) is None:
         return f"its kernel does not read weights with strides {weights.stride()}"
-    return jit.why_unavailable([variant(weights)])
+    return _why_unavailable(variant(weights))
 
 
 def variant(weights: Tensor) -> KernelVariant:
@@ -100,6 +98,12 @@ def _variant(dtype: torch.dtype, depth: int, depth_contiguous: bool) -> KernelVa
     source = f'#include "ffi/head_product.cuh"\n{export}'
     contiguous = "depth" if depth_contiguous else "columns"
     return KernelVariant(f"head_product-{ELEMENT_NAMES[dtype]}-d{depth}-{contiguous}", source, "90a")
+
+
+@functools.cache
+def _why_unavailable(kernel: KernelVariant) -> str | None:
+    """Once for all layers: it reads the kernel's sources."""
+    return jit.why_unavailable([kernel])
 
 
 @functools.cache

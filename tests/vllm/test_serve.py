@@ -1,18 +1,16 @@
 """Servers whose engines run in processes of their own."""
 
-import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vllm
-from typer.testing import CliRunner
 
 from mla_backend import counters
-from mla_backend_bench.cli import app
 from mla_backend_bench.ports import free_port
 from mla_backend_vllm import selection_name
+from tests.support.loads import check_a_server_under_load
 from tests.support.vllm_workload import CPU_ENGINE
 
 pytestmark = pytest.mark.newest
@@ -66,13 +64,4 @@ def test_a_server_under_load(deepseek_path, tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     engine = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 26}
-    file = tmp_path / "results.json"
-    arguments = ["load", "vllm", str(deepseek_path), "--backend", selection_name(), "--dtype", "float32"]
-    arguments += ["--engine-options", json.dumps(engine), "--concurrency", "3", "--waves", "2"]
-    arguments += ["--min-requests", "1", "--prompt-tokens", "80", "--new-tokens", "8", "-o", str(file)]
-    outcome = CliRunner().invoke(app, arguments)
-    assert outcome.exit_code == 0, outcome.output
-    (row,) = json.loads(file.read_text())["rows"]
-    assert (row["version"], row["requests"]) == (vllm.__version__, 6)
-    assert 4 <= row["output_tokens_per_s"] / row["requests_per_s"] <= 12
-    assert 0 < row["tpot_p50_ms"] <= row["tpot_p99_ms"] and 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
+    check_a_server_under_load(vllm, deepseek_path, selection_name(), engine, tmp_path / "results.json")
