@@ -253,11 +253,13 @@ def _scale_elements(case: Case, kv_scale: float) -> None:
         case.scale /= 16 * kv_scale
 
 
-def make_sink_case(length: int, sinks: list[int], gap: float, requests: int = 1, **sizes: Any) -> Case:
-    """Requests whose keys score alike, but for ``sinks``: they score ``gap`` nats more, and have no values.
+def make_dominated_case(
+    length: int, dominant: list[int], gap: float, requests: int = 1, **sizes: Any
+) -> Case:
+    """Requests whose keys score alike, except ``dominant`` ones: ``gap`` nats more, and without values.
 
-    The keys in a sink's tile of 64 have no values either, as kernels may be inexact there. Keyword arguments
-    are those of `make_case`; ``kv_dtype`` must be e4m3 or records.
+    The other keys in their tiles of 64 have no values either, as kernels may be inexact there. Keyword
+    arguments are those of `make_case`; ``kv_dtype`` must be e4m3 or records.
     """
     case = make_case([length] * requests, [1] * requests, **sizes)
     rope, unit = torch.tensor([1.0]).bfloat16(), 1.0
@@ -272,9 +274,9 @@ def make_sink_case(length: int, sinks: list[int], gap: float, requests: int = 1,
             places = table[tokens // page_size].long(), tokens % page_size
             changed = rows[places]
             changed[:, -columns:] = 0
-            for sink in sinks:
-                changed[sink // 64 * 64 : (sink // 64 + 1) * 64, :512] = 0
-                changed[sink, -columns:] = rotary.to(changed.device)
+            for key in dominant:
+                changed[key // 64 * 64 : (key // 64 + 1) * 64, :512] = 0
+                changed[key, -columns:] = rotary.to(changed.device)
             rows[places] = changed
     case.q_nope.zero_()
     case.q_rope.fill_(1)

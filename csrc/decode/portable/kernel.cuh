@@ -33,9 +33,8 @@
 //
 // shared memory (DecodeMemory)
 //   kv       kStages tiles: [column block][token][128 B]; with keys in 8 bits, 64 B. 16-byte vectors are swizzled:
-//   vector
-//            v of token t lies at v ^ t % 8; with keys in 8 bits, at v ^ t / 2 % 4. So eight tokens' vectors (K) and,
-//            transposed, eight tokens' columns (V) are read without bank conflicts. If keys have a tail
+//            vector v of token t lies at v ^ t % 8; with keys in 8 bits, at v ^ t / 2 % 4. So eight tokens' vectors (K)
+//            and, transposed, eight tokens' columns (V) are read without bank conflicts. If keys have a tail
 //            (numbers/cache_format.cuh), the blocks hold latents; after them come the rotary columns, [token][128 B],
 //            and the scales, C::Layout::kScales floats for each token.
 //   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_index
