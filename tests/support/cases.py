@@ -15,7 +15,7 @@ from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
 from mla_backend.cache_format import cache_format
 from mla_backend.decode import MLADecoder
 from tests.support.mla_oracle import poisoned, stored_rows
-from tests.support.planner import KV_TILE_TOKENS
+from tests.support.planner import PLAN_TILE_TOKENS
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
@@ -139,7 +139,7 @@ def assert_first_keys(
         assert words[12:14] == [whole, length]
         slots = []
         for i in range(32):
-            token = tile * KV_TILE_TOKENS + i * step
+            token = tile * PLAN_TILE_TOKENS + i * step
             if step == 0 or token >= length:
                 slots.append(-1)
                 continue
