@@ -8,7 +8,8 @@
 // Rows are on the n side of the products, so an m-block may have any multiple of 8 rows. column_products.cuh implements
 // this. With 16 rows, keys in 8 bits and tiles of 64 tokens, warps divide S differently: see token_products.cuh.
 //
-// grid   at most one persistent CTA per SM; each walks the range that the planner gave it (schedule/work.cuh)
+// grid   at most one persistent CTA per multiprocessor; each walks the range that the planner gave it
+//        (schedule/work.cuh)
 // block  8 warps, all alike. Each holds d_c / 8 columns of O in registers, and as many of Q, or, with two row groups,
 //        twice as many for half of the rows; some warps also hold 16 rotary columns of Q
 //
