@@ -299,9 +299,10 @@ _EngineOptions = Annotated[
 
 
 def _check_engine_run(
-    engine: str, shapes: list[str], backends: list[str] | None, output: Path | None
+    command: str, engine: str, shapes: list[str], backends: list[str] | None, output: Path | None
 ) -> list[Shape]:
-    """The parsed shapes. Refuses an unknown engine, a bad shape or backend, and a file without results."""
+    """The parsed shapes. Refuses an unknown engine, a bad shape or backend, and a file that does not hold
+    results of ``bench command``."""
     from mla_backend_bench import serving
     from mla_backend_bench.serving_engines import DRIVERS, Backend, Shape
 
@@ -311,8 +312,8 @@ def _check_engine_run(
         parsed = [Shape.parse(shape) for shape in shapes]
         for text in backends or ():
             Backend.parse(text)
-        if output and output.exists():
-            serving.load(output)
+        if output:
+            serving.check(output, command)
     return parsed
 
 
@@ -391,7 +392,7 @@ def serving(
     from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import DRIVERS, Settings
 
-    parsed = _check_engine_run(engine, shapes or ["1x1024", "16x1024"], backend, output)
+    parsed = _check_engine_run("serving", engine, shapes or ["1x1024", "16x1024"], backend, output)
     options = _json_object(engine_options)
     _check_installed(engine)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
@@ -419,7 +420,7 @@ def layer(
     from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import Settings
 
-    parsed = _check_engine_run(engine, shapes or ["1x8192"], backend, output)
+    parsed = _check_engine_run("layer", engine, shapes or ["1x8192"], backend, output)
     with _as_bad_parameter(InvalidInputError):
         layers = Checkpoint.find(model).num_layers
     options = _json_object(engine_options)
@@ -460,7 +461,7 @@ def load(
     from mla_backend_bench.load import ServerMeter, vocabulary_of
     from mla_backend_bench.serving_engines import Load, Settings
 
-    _check_engine_run(engine, [], backend, output)
+    _check_engine_run("load", engine, [], backend, output)
     with _as_bad_parameter(InvalidInputError):
         vocabulary = vocabulary_of(model)
     options = _json_object(engine_options)
