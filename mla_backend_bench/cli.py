@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,15 @@ _Device = Annotated[str, typer.Option(help="Such as cuda:1; cpu measures the imp
 _Commit = Annotated[
     str | None, typer.Option(help="Recorded in the results. Default: the commit of the checkout, if any.")
 ]
+
+
+def _distinct(numbers: list[int] | None) -> list[int] | None:
+    """Refuses a load that is given twice: it has the same prompts, which the prefix cache then holds."""
+    if repeated := [number for number, times in Counter(numbers or ()).items() if times > 1]:
+        raise typer.BadParameter(
+            f"{repeated[0]} is given more than once; --starts measures each load more often, in new servers"
+        )
+    return numbers
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -440,7 +450,11 @@ def load(
     add: _Add = False,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Requests at a time; repeatable. Default: 1, 8, 32 and 128."),
+        typer.Option(
+            min=1,
+            callback=_distinct,
+            help="Requests at a time; repeatable with other numbers. Default: 1, 8, 32 and 128.",
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, on average.")] = 2048,
     new_tokens: Annotated[int, typer.Option(min=3, help="Tokens that a request makes, on average.")] = 256,
