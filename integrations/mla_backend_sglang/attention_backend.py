@@ -88,14 +88,15 @@ class SglangMLABackend(AttentionBackend):
         layer_ids = getattr(runner.token_to_kv_pool, "full_attention_layer_id_mapping", None)
         self._layers = adopt_weights(model, *self._dimensions, layer_ids) if model is not None else {}
         policy = Policy(geometry, default_rates(self._table.device))
+        may_absorb = engines.SGLANG.absorbs_prompts(self._shard.size)
         self._chooser = PrefillChooser(
             policy,
             # SGLang's own limit holds too.
             chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
             absorb_prefixes=Settings().is_chunked_prefix_disabled,
-            may_absorb=self._shard.size == 1,
+            may_absorb=may_absorb,
         )
-        spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit())
+        spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit() if may_absorb else 1)
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
         self._outgrown: list[Any] = []
@@ -123,7 +124,7 @@ class SglangMLABackend(AttentionBackend):
         self.forward_metadata: Any = None  # a DecodePlan; in a prefill step a PrefillStep
 
     def _decoder_spec(self, geometry: MLAGeometry, runner: Any, absorbed_limit: int) -> DecoderSpec:
-        query_len = max(self._num_draft_tokens, absorbed_limit if self._shard.size == 1 else 1)
+        query_len = max(self._num_draft_tokens, absorbed_limit)
         return DecoderSpec(
             num_heads=geometry.num_heads * self._shard.size,
             kv_lora_rank=geometry.kv_lora_rank,

@@ -106,6 +106,17 @@ def test_the_start_line_says_whether(start_engine, deepseek, monkeypatch, in_eng
     assert said[switch] in line
 
 
+def test_layouts_of_weights_are_known_before_they_are_loaded(start_engine, deepseek):
+    """`mla-backend doctor MODEL` names kernels by them."""
+    layer, *_ = attention_layers(start_engine(deepseek.path, attention_backend=NAME))
+    for weights, known in zip(
+        (layer.W_UK_T, layer.W_UV),
+        head_product.weights_in_vllm(layer.impl.geometry, layer.W_UV.dtype),
+        strict=True,
+    ):
+        assert (weights.shape, weights.stride()) == (known.shape, known.stride())
+
+
 # ---- Steps
 
 
