@@ -143,6 +143,7 @@ class DecodeBatch:
 
     @property
     def batch_size(self) -> int:
+        """Requests, padding included."""
         return self.seq_lens.shape[0]
 
     @property

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.batch import DecodeBatch, TableKind, value_range
-from mla_backend.cache_format import (
-    check_float,
-    check_scale,
-    format_of,
-    quantize,
-)
+from mla_backend.cache_format import check_float, check_scale, format_of, quantize
 from mla_backend.checks import (
     check_contiguous,
     check_not_expanded,

@@ -283,6 +283,5 @@ def quantize(kv_format: CacheFormat, kv_c: Tensor, k_rope: Tensor, kv_scale: Ten
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(
-        torch.float8_e4m3fn
-    )  # older versions of torch turn values beyond the range into NaN
+    # Clamped, because older versions of torch turn values beyond the range into NaN.
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -21,6 +21,7 @@ class Cost(NamedTuple):
     flops: float
 
     def plus(self, other: Cost) -> Cost:
+        """The cost of one stage after the other."""
         return Cost(self.bytes + other.bytes, self.flops + other.flops)
 
 

@@ -98,8 +98,8 @@ class MLADecoder:
         num_ctas: the largest number of CTAs in a launch. A smaller number leaves multiprocessors to kernels
             on other streams, such as communication. None means one per multiprocessor. A launch never has
             more CTAs than its stream may use multiprocessors. On Hopper, kernels for more than 64 query rows
-            (24 with an e4m3 cache, 16 with records) may need two. Results with different numbers of CTAs may
-            differ in their last bits, except with ``batch_invariant``.
+            (16 with an fp8 cache) may need two. Results with different numbers of CTAs may differ in their
+            last bits, except with ``batch_invariant``.
 
     Attributes:
         spec: the arguments, as a :class:`mla_backend.spec.DecoderSpec`.

@@ -158,9 +158,10 @@ _DSA = {"index_topk": 2048, "index_head_dim": 128}
 _TESTED = Support(State.TESTED, State.TESTED)
 _ON_CPU = Support(State.TESTED, State.UNTESTED)
 _UNTESTED = Support(State.UNTESTED, State.UNTESTED)
-_NO_INDEXER = "the engine has no indexer on the CPU, nor on GPUs older than Hopper"
-_ON_GPU = Support(State.REFUSED, State.TESTED, _NO_INDEXER)
-_SPARSE = Support(State.REFUSED, State.UNTESTED, _NO_INDEXER)
+NO_INDEXER = "the engine has no indexer on the CPU, nor on GPUs older than Hopper"
+"""The reason of every family with sparse attention that an engine has."""
+_ON_GPU = Support(State.REFUSED, State.TESTED, NO_INDEXER)
+_SPARSE = Support(State.REFUSED, State.UNTESTED, NO_INDEXER)
 
 
 def _absent(reason: str) -> Support:

@@ -499,7 +499,7 @@ def load(
 def trace(
     shape: Annotated[str, typer.Argument(help=f"As for `bench decode`: {_SHAPE}.")],
     output: Annotated[Path, _output("Chrome trace (JSON).")],
-    dtype: _Dtype = "bfloat16",
+    dtype: _Dtype16 = "bfloat16",
 ) -> None:
     """Record when each warp role of the Hopper kernel does what; open the file in Perfetto."""
     from mla_backend_bench import trace as recorder

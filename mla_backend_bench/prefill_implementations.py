@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_backend import prefill
+from mla_backend import prefill_libraries as libraries
 from mla_backend.errors import UnsupportedError
 from mla_backend.kernels import prefill as kernels
 
@@ -48,9 +49,9 @@ class PrefillInputs:
         self.starts_q, self.starts_k = starts[len(self.q)], starts[len(self.k)]
 
     @property
-    def call(self) -> prefill.Call:
+    def call(self) -> libraries.Call:
         offsets = (self.starts_q, self.starts_k, len(self.q), len(self.k))
-        return prefill.Call(self.q, self.k, self.v, *offsets, self.scale, self.causal)
+        return libraries.Call(self.q, self.k, self.v, *offsets, self.scale, self.causal)
 
 
 def shipped(inputs: PrefillInputs) -> Attend:
@@ -96,7 +97,7 @@ def sdpa(inputs: PrefillInputs, backend: SDPBackend) -> Attend:
 
 def flash3(inputs: PrefillInputs) -> Attend:
     """FlashAttention-3, from its package or from an engine."""
-    attend = prefill.flash3()
+    attend = libraries.flash3()
     if attend is None:
         raise ImportError("neither flash_attn_interface nor an engine's copy of FlashAttention-3")
     return lambda: attend(inputs.call)[0]
@@ -104,8 +105,8 @@ def flash3(inputs: PrefillInputs) -> Attend:
 
 def flashinfer(inputs: PrefillInputs, backend: str) -> Attend:
     """FlashInfer's ragged prefill."""
-    ragged = prefill.FlashInfer(inputs.q.device, backend)
-    plans: prefill.Plans = {}
+    ragged = libraries.FlashInfer(inputs.q.device, backend)
+    plans: libraries.Plans = {}
     return lambda: ragged.attend(inputs.call, plans)[0]
 
 

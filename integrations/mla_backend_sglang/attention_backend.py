@@ -69,46 +69,30 @@ class SglangMLABackend(AttentionBackend):
         self._draft_step = draft_step
         self._is_draft = is_draft(runner)
         self._num_draft_tokens: int = Settings().speculation.speculative_num_draft_tokens or 0
-        geometry = MLAGeometry.from_hf_config(runner.model_config.hf_text_config)
-        geometry = geometry.per_rank(get_parallel().attn_tp_size)
+        config, device = runner.model_config.hf_text_config, self._table.device
+        geometry = MLAGeometry.from_hf_config(config).per_rank(get_parallel().attn_tp_size)
         self._dimensions = (geometry.kv_lora_rank, geometry.qk_rope_head_dim)
-        self._query_scaling = QueryScaling.of_config(runner.model_config.hf_text_config)
+        self._query_scaling = QueryScaling.of_config(config)
         if self._query_scaling is not None:
             check_unscaled_queries()
         self._shard = current_shard()
         # SGLang's writers cast latents to fp8 without dividing by a scale, so the scale is 1.
         self._kv_scale: Tensor | None = None
         if runner.kv_cache_dtype == torch.float8_e4m3fn:
-            self._kv_scale = torch.ones(1, dtype=torch.float32, device=self._table.device)
+            self._kv_scale = torch.ones(1, dtype=torch.float32, device=device)
         # The runners of SGLang's attention test kit have no model.
         model = getattr(runner, "model", None)
-        if model is not None and self._shard.size > 1:
-            check_layers_of_shard(model)
-        # In models that also have linear attention, the pool lists the MLA layers.
-        layer_ids = getattr(runner.token_to_kv_pool, "full_attention_layer_id_mapping", None)
-        self._layers = adopt_weights(model, *self._dimensions, layer_ids) if model is not None else {}
-        policy = Policy(geometry, default_rates(self._table.device))
-        may_absorb = engines.SGLANG.absorbs_prompts(self._shard.size)
-        self._chooser = PrefillChooser(
-            policy,
-            # SGLang's own limit holds too.
-            chunk_tokens=min(expansion_tokens(policy, runner.dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
-            absorb_prefixes=Settings().is_chunked_prefix_disabled,
-            may_absorb=may_absorb,
-        )
-        spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit() if may_absorb else 1)
+        self._layers = self._adopt_weights(model, runner.token_to_kv_pool) if model is not None else {}
+        policy = Policy(geometry, default_rates(device))
+        self._chooser = self._make_chooser(policy, runner.dtype)
+        absorbed_limit = policy.absorbed_query_limit() if self._chooser.may_absorb else 1
+        spec = self._decoder_spec(geometry, runner, absorbed_limit)
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
         self._outgrown: list[Any] = []
         self._make_decoder(spec)
-        # Not if ranks divide the cache: SGLang then gathers queries, which must be rotated before that.
-        may_fuse = model is not None and self._shard.size == 1
-        fused = fuse_appends(model, runner.dtype, receives_calls) if may_fuse else {}
-        self._appender = Appender(fused, self._shard, self._kv_scale, runner.dtype, self._table.device)
-        dimensions = (geometry.qk_head_dim, geometry.v_head_dim)
-        if draft_step is None:
-            prefill.prepare(spec.device, spec.dtype, *dimensions, with_plans=True)
-        self._prefill_library = prefill.library(spec.device, spec.dtype, *dimensions, with_plans=True)
+        self._appender = self._make_appender(model, runner.dtype)
+        self._prefill_library = self._prepare_prefill(geometry)
         if draft_step is None:
             self._log_start(kernel_state)
             if self._kv_scale is not None:
@@ -122,6 +106,23 @@ class SglangMLABackend(AttentionBackend):
         self.data_type = self.kv_cache_dtype = runner.kv_cache_dtype
         self.max_context_len = runner.model_config.context_len  # sizes masks if lengths stay on the GPU
         self.forward_metadata: Any = None  # a DecodePlan; in a prefill step a PrefillStep
+
+    def _adopt_weights(self, model: Any, kv_pool: Any) -> dict[int, LayerWeights]:
+        """The absorbed weights of the model's MLA layers, by the layers' numbers."""
+        if self._shard.size > 1:
+            check_layers_of_shard(model)
+        # In models that also have linear attention, the pool lists the MLA layers.
+        layer_ids = getattr(kv_pool, "full_attention_layer_id_mapping", None)
+        return adopt_weights(model, *self._dimensions, layer_ids)
+
+    def _make_chooser(self, policy: Policy, dtype: torch.dtype) -> PrefillChooser:
+        return PrefillChooser(
+            policy,
+            # SGLang's own limit holds too.
+            chunk_tokens=min(expansion_tokens(policy, dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
+            absorb_prefixes=Settings().is_chunked_prefix_disabled,
+            may_absorb=engines.SGLANG.absorbs_prompts(self._shard.size),
+        )
 
     def _decoder_spec(self, geometry: MLAGeometry, runner: Any, absorbed_limit: int) -> DecoderSpec:
         query_len = max(self._num_draft_tokens, absorbed_limit)
@@ -143,6 +144,18 @@ class SglangMLABackend(AttentionBackend):
         self._decoder = engines.make_decoder(spec, NAME)
         self._seq_lens = torch.zeros(spec.max_batch, dtype=torch.int32, device=spec.device)
         self._verify_mask = self._unread_mask(spec.max_batch)
+
+    def _make_appender(self, model: Any, dtype: torch.dtype) -> Appender:
+        # Not if ranks divide the cache: SGLang then gathers queries, which must be rotated before that.
+        may_fuse = model is not None and self._shard.size == 1
+        fused = fuse_appends(model, dtype, receives_calls) if may_fuse else {}
+        return Appender(fused, self._shard, self._kv_scale, dtype, self._table.device)
+
+    def _prepare_prefill(self, geometry: MLAGeometry) -> str:
+        """The library of regular prefill; its kernels are compiled now, but for a step of a draft."""
+        spec, dimensions = self._decoder.spec, (geometry.qk_head_dim, geometry.v_head_dim)
+        find = prefill.prepare if self._draft_step is None else prefill.library
+        return find(spec.device, spec.dtype, *dimensions, with_plans=True)
 
     def _make_room(self, batch_size: int) -> None:
         """Make room for batches of ``batch_size`` requests.

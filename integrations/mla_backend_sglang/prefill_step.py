@@ -38,6 +38,8 @@ _EXPANSION_BYTES = 512 << 20
 
 
 class PrefillMethod(enum.Enum):
+    """How a request of a prefill attends; docs/integration-sglang.md says when each is taken."""
+
     VANILLA = enum.auto()
     ONE_SHOT = enum.auto()
     CHUNKED = enum.auto()

@@ -57,6 +57,8 @@ class DecodeMetadata(MLACommonDecodeMetadata):
 
 @dataclass
 class Metadata(MLACommonMetadata[DecodeMetadata]):
+    """A step's metadata, without vLLM's check of the width of latent rows."""
+
     def __post_init__(self) -> None:
         pass  # vLLM's check accepts only latent rows of 320, 512 and 576; MiniCPM3's have 288
 
@@ -93,10 +95,10 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         device: torch.device,
         **kwargs: Any,
     ):
-        layers = vllm_config.compilation_config.static_forward_context
-        impl = layers[layer_names[0]].impl
-        geometry: MLAGeometry = impl.geometry
-        policy = Policy(geometry, default_rates(device))
+        static_context = vllm_config.compilation_config.static_forward_context
+        layers = [static_context[name] for name in layer_names]
+        impl = layers[0].impl
+        policy = Policy(impl.geometry, default_rates(device))
         self.reorder_batch_threshold = policy.absorbed_query_limit() if absorbs_prompts(vllm_config) else 1
         self._shard = shard_of(vllm_config, impl, kv_cache_spec.block_size)
         # Without `supports_dcp_with_varlen`, drafts would be verified by prefill on a sharded cache.
@@ -107,43 +109,48 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
         # vLLM reads this from 0.29 on. On a shard, it does not advance the lengths that decoding reads.
         self.supports_draft_decode_metadata_update = self._shard is WHOLE
         if device.type == "cpu":
-            self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
-            # With records, vLLM's buffer for context is in bf16. Converted in place: others hold the tensor.
-            workspace = self.chunked_prefill_workspace
-            workspace.data = workspace.to(vllm_config.model_config.dtype)
-        for name in layer_names:
-            layers[name].register_state_dict_post_hook(leave_out_absorbed_weights)
-            keep_in_16_bits(layers[name])
-        spec = DecoderSpec(
+            self._prefill_on_the_cpu(vllm_config)
+        for layer in layers:
+            layer.register_state_dict_post_hook(leave_out_absorbed_weights)
+            keep_in_16_bits(layer)
+        spec = self._decoder_spec(impl, vllm_config, kv_cache_spec.block_size, device)
+        kernels, why_not_products = _launch_around_attention(layers, spec, vllm_config)
+        self.decoder = engines.make_decoder(spec, BACKEND_NAME)
+        library = self._prepare_prefill(impl.geometry)
+        self._log_start(kernels, library, impl.why_not_fused, why_not_products)
+
+    def _prefill_on_the_cpu(self, vllm_config: Any) -> None:
+        """Use our prefill backend instead of that of vLLM's CPU platform."""
+        self._prefill_backend = _with_our_prefill(self._prefill_backend, vllm_config)
+        # With records, vLLM's buffer for context is in bf16. Converted in place: others hold the tensor.
+        workspace = self.chunked_prefill_workspace
+        workspace.data = workspace.to(vllm_config.model_config.dtype)
+
+    def _decoder_spec(self, impl: Any, vllm_config: Any, page_size: int, device: torch.device) -> DecoderSpec:
+        geometry: MLAGeometry = impl.geometry
+        return DecoderSpec(
             num_heads=geometry.num_heads * self._shard.size,  # vLLM gathers the queries of all ranks
             kv_lora_rank=geometry.kv_lora_rank,
             qk_rope_head_dim=geometry.qk_rope_head_dim,
             dtype=vllm_config.model_config.dtype,
             kv_dtype=impl.kv_format.name,
-            page_size=kv_cache_spec.block_size,
+            page_size=page_size,
             table_kind=TableKind.BLOCK,
             device=device,
             max_batch=with_graph_padding(vllm_config, vllm_config.scheduler_config.max_num_seqs),
             max_query_len=self.reorder_batch_threshold,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        fused = [layers[name].impl.fused_append for name in layer_names if layers[name].impl.fused_append]
-        suited, why_not_products = head_products.suited(map(layers.get, layer_names), vllm_config)
-        products = head_products.kernels_of(suited)
-        kernels = engines.describe_kernels(spec, with_append=bool(fused), others=products)
-        if fused:
-            launch = RotaryAppend(spec.dtype, device)
-            for append in fused:
-                append.launch = launch
-        head_products.install(suited)
-        self.decoder = engines.make_decoder(spec, BACKEND_NAME)
+
+    def _prepare_prefill(self, geometry: MLAGeometry) -> str:
+        """Compile what regular prefill runs on, if that is ours to choose. Returns the library's name."""
         if isinstance(self._prefill_backend, MLAPrefill):
+            spec = self.decoder.spec
             widths = (geometry.qk_head_dim, geometry.v_head_dim)
             self._prefill_backend.library = prefill.prepare(
-                device, spec.dtype, *widths, batch_invariant=spec.batch_invariant
+                spec.device, spec.dtype, *widths, batch_invariant=spec.batch_invariant
             )
-        library = library_of(self._prefill_backend)
-        self._log_start(kernels, library, impl.why_not_fused, why_not_products)
+        return library_of(self._prefill_backend)
 
     def _log_start(
         self, kernels: str | None, library: str, why_not_fused: str | None, why_not_products: str | None
@@ -219,6 +226,27 @@ class MetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             plan=self.decoder.plan(batch),
             path="absorbed_decode" if max_query_len == 1 else "absorbed_extend",
         )
+
+
+def _launch_around_attention(
+    layers: list[Any], spec: DecoderSpec, vllm_config: Any
+) -> tuple[str | None, str | None]:
+    """Install the launches around attention on the layers that they serve, and build their kernels.
+
+    Returns:
+        How many kernels the layers load, the decoder's included, as of `engines.describe_kernels`; and why
+        vLLM multiplies by the absorbed weights of a layer, None if it does so in no layer.
+    """
+    fused = [layer.impl.fused_append for layer in layers if layer.impl.fused_append]
+    suited, why_not_products = head_products.suited(layers, vllm_config)
+    products = head_products.kernels_of(suited)
+    kernels = engines.describe_kernels(spec, with_append=bool(fused), others=products)
+    if fused:
+        launch = RotaryAppend(spec.dtype, spec.device)
+        for append in fused:
+            append.launch = launch
+    head_products.install(suited)
+    return kernels, why_not_products
 
 
 def merge_all_context(prefill_metadata: Any) -> None:

@@ -5,7 +5,7 @@ share, -1 where a token has fewer keys. Each layer converts positions to slots o
 every token is a request with its own list (`TableKind.LIST`). A list's length follows from the token's
 position, so lengths are counted, and planned for, once in each forward pass.
 
-GLM-5.3-Flash's indexer chooses pools of `index_kpool` neighboring keys, and always the keys of the last pool
+GLM-5.3-Flash's indexer chooses pools of `index_kpool` neighbouring keys, and always the keys of the last pool
 while that is not complete: a list has up to top-k + index_kpool - 1 keys, and may have entries of -1 between
 them. The conversion to slots moves those behind the keys. How many keys there are also depends on what was
 chosen, so a length is the most that the position allows, and the entries of -1 within it have no weight.

@@ -37,7 +37,7 @@ def specs_of(spec: DecoderSpec) -> list[DecoderSpec]:
 
 
 def pool_of(vllm_config: Any) -> int:
-    """How many neighboring keys the model's indexer chooses together."""
+    """How many neighbouring keys the model's indexer chooses together."""
     return getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1
 
 

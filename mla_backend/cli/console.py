@@ -23,6 +23,7 @@ Rows = Iterable[tuple[str, str]]
 
 
 def make_console(stderr: bool = False) -> Console:
+    """A console on stdout or stderr; of a fixed width where that is no terminal."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=_WIDTH_WITHOUT_TERMINAL)
 
@@ -57,12 +58,14 @@ class Report:
         self._sections: dict[str, list[list[str]]] | None = {} if as_json else None
 
     def section(self, title: str, rows: Rows) -> None:
+        """Report facts under a title, which may have facts already."""
         if self._sections is None:
             self._console.print(facts(title, rows))
         else:
             self._sections.setdefault(title, []).extend([name, value] for name, value in rows)
 
     def verdict(self, answer: bool, text: str, color: str) -> None:
+        """End the report."""
         if self._sections is None:
             self._console.print(text, style=f"bold {color}", highlight=False, markup=False)
         else:
@@ -70,4 +73,5 @@ class Report:
 
 
 def print_json(value: Any) -> None:
+    """Print a value as JSON on stdout, for scripts."""
     typer.echo(json.dumps(value, indent=2))

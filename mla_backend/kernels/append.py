@@ -11,12 +11,7 @@ import torch
 from mla_backend import jit
 from mla_backend.cache_format import FORMATS, CacheFormat
 from mla_backend.jit import KernelVariant
-from mla_backend.kernels.base import (
-    ELEMENT_NAMES,
-    ELEMENTS,
-    dependent_launch,
-    format_argument,
-)
+from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS, dependent_launch, format_argument
 
 
 def formats_of(dtype: torch.dtype) -> list[CacheFormat]:

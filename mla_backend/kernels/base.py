@@ -35,6 +35,7 @@ _FAILURES = {
 """What `Failure` in csrc/schedule/params.cuh means. CUDA calls such errors "unspecified launch failure"."""
 
 ELEMENT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The same dtypes in the names of variants."""
 
 
 class Stored(NamedTuple):

@@ -4,9 +4,8 @@ import fractions
 import math
 import subprocess
 import sys
-import weakref
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from mla_backend import InvalidInputError, KernelBuildError, UnsupportedError, jit
 from mla_backend import prefill as prefill_module
+from mla_backend import prefill_libraries as libraries
 from mla_backend.kernels import merge
 from mla_backend.kernels import prefill as prefill_kernels
 from mla_backend.kernels.prefill import _aligned as aligned
@@ -89,11 +89,11 @@ def gpu(monkeypatch):
         monkeypatch.setattr(prefill_module.jit, "load", lambda variant: None)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(prefill_module.jit, "why_unavailable", lambda variants: why_not)
-        monkeypatch.setattr(prefill_module, "flash3", lambda batch_invariant: print if flash3 else None)
-        monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: flashinfer)
+        monkeypatch.setattr(libraries, "flash3", lambda batch_invariant: print if flash3 else None)
+        monkeypatch.setattr(libraries.FlashInfer, "is_installed", lambda: flashinfer)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        prefill_module._cudnn_serves.cache_clear()
-        monkeypatch.setattr(prefill_module, "_flashinfer", lambda *_: SimpleNamespace(attend=print))
+        libraries.cudnn_serves.cache_clear()
+        monkeypatch.setattr(libraries, "_flashinfer", lambda *_: SimpleNamespace(attend=print))
         prefill_module._choose.cache_clear()
         prefill_module._merges_in_one_launch.cache_clear()
         merge.module.cache_clear()
@@ -101,7 +101,7 @@ def gpu(monkeypatch):
 
     yield make
     prefill_module._choose.cache_clear()
-    prefill_module._cudnn_serves.cache_clear()
+    libraries.cudnn_serves.cache_clear()
     prefill_module._merges_in_one_launch.cache_clear()
     merge.module.cache_clear()
     prefill_module._failed.clear()
@@ -169,9 +169,9 @@ def cudnn_calls(on_the_cpu, monkeypatch):
         shapes.append(tuple(q.shape))
         return cudnn(q, *arguments, **options)
 
-    libraries = {True: prefill_module._Library("cuDNN", prefill_module._cudnn), False: prefill_module._TORCH}
+    by_use = {True: prefill_module._Library("cuDNN", libraries.by_cudnn), False: prefill_module._TORCH}
     on_the_cpu(attend)
-    monkeypatch.setattr(prefill_module, "_choose", lambda use: libraries[use.alone])
+    monkeypatch.setattr(prefill_module, "_choose", lambda use: by_use[use.alone])
     return shapes
 
 
@@ -195,7 +195,7 @@ def test_cudnn_is_asked_for_one_long_request_alone(
     offsets = starts_q, starts_q if same_offsets else starts_k
     longest = sum(lens_q), sum(lens_k)  # they may be too large
     actual = prefill(q, k, v, *offsets, *longest, 0.25, causal, return_lse=True)
-    expected = prefill_module._torch(prefill_module.Call(q, k, v, starts_q, starts_k, 0, 0, 0.25, causal))
+    expected = libraries.by_torch(libraries.Call(q, k, v, starts_q, starts_k, 0, 0, 0.25, causal))
     for ours, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
     assert bool(cudnn_calls) is is_served
@@ -242,7 +242,7 @@ def test_cudnn_is_tried_out_with_what_it_serves(on_the_cpu, factor, works):
         return out, lse * factor, *others
 
     on_the_cpu(attend)
-    library = prefill_module._Library("cuDNN", prefill_module._cudnn)
+    library = prefill_module._Library("cuDNN", libraries.by_cudnn)
     with nullcontext() if works else pytest.raises(UnsupportedError, match="its lse differ from torch's"):
         prefill_module._try_out(library, ON_THE_CPU._replace(alone=True))
 
@@ -260,12 +260,12 @@ def test_batch_invariant_attention_never_splits_keys(monkeypatch, can_split):
         raise AssertionError("it may split keys")
 
     function = attend if can_split else early_attend
-    monkeypatch.setattr(prefill_module, "_flash3_function", lambda: function)
+    monkeypatch.setattr(libraries, "_flash3_function", lambda: function)
     monkeypatch.setattr(prefill_module, "_ours", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(prefill_module.FlashInfer, "is_installed", lambda: True)
-    prefill_module.flash3.cache_clear()
-    monkeypatch.setattr(prefill_module, "_cudnn_serves", lambda *_: True)
+    monkeypatch.setattr(libraries.FlashInfer, "is_installed", lambda: True)
+    libraries.flash3.cache_clear()
+    monkeypatch.setattr(libraries, "cudnn_serves", lambda *_: True)
     use = prefill_module._Use(torch.device("cuda", 0), torch.bfloat16, 192, 128, True, True, alone=True)
     names = [library.name for library in prefill_module._candidates(use)]
     assert ("FlashAttention-3" in names) is can_split and not {"FlashInfer", "cuDNN"} & set(names)
@@ -274,16 +274,16 @@ def test_batch_invariant_attention_never_splits_keys(monkeypatch, can_split):
     if can_split:
         q, starts = torch.zeros(3, 2, 8), torch.tensor([0, 3]).int()
         for batch_invariant in (False, True):
-            call = prefill_module.Call(q, q, q, starts, starts, 3, 3, 1.0, True)
-            prefill_module.flash3(batch_invariant)(call)
+            call = libraries.Call(q, q, q, starts, starts, 3, 3, 1.0, True)
+            libraries.flash3(batch_invariant)(call)
         assert calls == [0, 1]
-    prefill_module.flash3.cache_clear()
+    libraries.flash3.cache_clear()
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_what_is_prepared_is_what_will_be_called(gpu, monkeypatch, batch_invariant):
     gpu((9, 0), 192, 128)
-    monkeypatch.setattr(prefill_module, "flash3", lambda splits_alike: None if splits_alike else print)
+    monkeypatch.setattr(libraries, "flash3", lambda splits_alike: None if splits_alike else print)
     monkeypatch.setattr(prefill_module, "_try_out", lambda *_: None)
     prefill_module._choose.cache_clear()
     arguments, options = ("cuda", torch.bfloat16, 192, 128), {"batch_invariant": batch_invariant}
@@ -311,7 +311,7 @@ def any_library(monkeypatch):
 
     def attend(call):
         calls.append(call)
-        return prefill_module._torch(call)
+        return libraries.by_torch(call)
 
     monkeypatch.setattr(prefill_module, "_choose", lambda *_: prefill_module._Library("any", attend))
     return calls
@@ -379,7 +379,7 @@ def test_a_library_with_other_results_is_not_used(factors, wrong):
     """For example one whose logarithm has base 2."""
 
     def attend(call):
-        return tuple(part * f for part, f in zip(prefill_module._torch(call), factors, strict=True))
+        return tuple(part * f for part, f in zip(libraries.by_torch(call), factors, strict=True))
 
     library = prefill_module._Library("new", attend)
     if wrong is None:
@@ -392,7 +392,7 @@ def test_a_library_with_other_results_is_not_used(factors, wrong):
 @pytest.mark.parametrize("mask", [True, False])
 def test_a_library_with_another_mask_is_not_used(mask):
     def attend(call):
-        return prefill_module._torch(call._replace(causal=mask))
+        return libraries.by_torch(call._replace(causal=mask))
 
     library = prefill_module._Library("new", attend)
     with pytest.raises(UnsupportedError, match="its outputs differ from torch's"):
@@ -404,7 +404,7 @@ def test_a_library_that_plans_is_tried_out_with_plans_of_its_own():
 
     def attend(call, plans):
         given.append(plans)
-        return prefill_module._torch(call)
+        return libraries.by_torch(call)
 
     library = prefill_module._Library("planning", attend, takes_plans=True)
     prefill_module._try_out(library, ON_THE_CPU)
@@ -431,129 +431,9 @@ def test_nothing_to_prepare_on_the_cpu():
     assert prefill_module.prepare("cpu", torch.bfloat16, 192, 128) == "torch"
 
 
-@pytest.fixture
-def flashinfer_plans(monkeypatch):
-    """What FlashInfer, or what is in its place, has planned so far."""
-    plans = []
-
-    class Wrapper:
-        def __init__(self, workspace, layout, backend):
-            assert (layout, backend) == ("NHD", "fa3")
-
-        def plan(self, *arguments, **options):
-            plans.append((arguments[2:], options, weakref.ref(self)))
-
-        def run(self, q, k, v, return_lse):
-            return v, torch.ones(q.shape[:2])
-
-    flashinfer = ModuleType("flashinfer")
-    flashinfer.BatchPrefillWithRaggedKVCacheWrapper = Wrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
-    monkeypatch.setattr(torch.cuda, "Event", Copied)
-    return plans
-
-
-class Copied:
-    """An event behind a plan's copy to the GPU, which arrives when `has_arrived` says so."""
-
-    has_arrived = True
-
-    def record(self):
-        pass
-
-    def query(self):
-        return self.has_arrived
-
-
-@pytest.fixture
-def attend_by_flashinfer(flashinfer_plans, monkeypatch):
-    """`prefill` of three tokens with FlashInfer, or what is in its place, and the plans of a step."""
-    ragged = prefill_module.FlashInfer(torch.device("cpu"), "fa3")
-    chosen = prefill_module._Library("FlashInfer", ragged.attend, takes_plans=True)
-    monkeypatch.setattr(prefill_module, "_choose", lambda *_: chosen)
-    q, v = torch.zeros(3, 2, 192), torch.zeros(3, 2, 128)
-    return lambda starts, plans: prefill(q, q, v, starts, starts, 3, 3, 0.5, True, True, plans)
-
-
-@pytest.mark.parametrize("pairs", [1, 9, 40])
-def test_layers_share_the_plans_of_a_step(attend_by_flashinfer, flashinfer_plans, pairs):
-    """However many pairs of offsets the step has."""
-    plans, offsets = {}, [torch.tensor([0, 3], dtype=torch.int32) for _ in range(pairs)]
-    for _ in range(61):
-        for starts in offsets:
-            _, lse = attend_by_flashinfer(starts, plans)
-    assert len(flashinfer_plans) == pairs
-    options = {"causal": True, "sm_scale": 0.5, "q_data_type": torch.float32}
-    assert flashinfer_plans[0][:2] == ((2, 2, 192, 128), options)
-    torch.testing.assert_close(lse, torch.full((3, 2), math.log(2)))
-
-
-@pytest.mark.parametrize("has_arrived", [True, False])
-def test_plans_take_the_place_of_those_whose_steps_have_ended(
-    attend_by_flashinfer, flashinfer_plans, monkeypatch, has_arrived
-):
-    """Not before the GPU has copied these from the host, which may be steps ahead."""
-    monkeypatch.setattr(Copied, "has_arrived", has_arrived)
-    for pairs in (9, 9, 4, 9):
-        plans = {}
-        for _ in range(pairs):
-            attend_by_flashinfer(torch.tensor([0, 3], dtype=torch.int32), plans)
-    assert len({id(wrapper()) for *_, wrapper in flashinfer_plans}) == (9 if has_arrived else 31)
-
-
-def test_plans_of_a_large_step_are_freed(attend_by_flashinfer, flashinfer_plans, monkeypatch):
-    """When smaller steps have not needed them for some time."""
-    now = 0.0
-    monkeypatch.setattr(prefill_module.time, "monotonic", lambda: now)
-    for pairs in (30, *[2] * 40):
-        plans, now = {}, now + 5
-        for _ in range(pairs):
-            attend_by_flashinfer(torch.tensor([0, 3], dtype=torch.int32), plans)
-    assert sum(wrapper is not None for wrapper in {wrapper() for *_, wrapper in flashinfer_plans}) == 2
-
-
-def test_streams_share_no_plans(monkeypatch):
-    made, stream = [], SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(
-        prefill_module, "FlashInfer", lambda *_: made.append(1) or SimpleNamespace(attend=print)
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    prefill_module._flashinfer.cache_clear()
-    call = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", 0)))
-    for stream.cuda_stream in (7, 8, 7):
-        prefill_module._attend_by_flashinfer(call, {})
-    prefill_module._flashinfer.cache_clear()
-    assert len(made) == 2
-
-
 def test_refuses_what_is_no_device():
     with pytest.raises(InvalidInputError, match="device must be one of torch's.*got None"):
         library(None, torch.bfloat16, 192, 128)
-
-
-def test_flashinfer_plans_again_for_all_that_a_plan_depends_on(flashinfer_plans):
-    ragged, plans = prefill_module.FlashInfer(torch.device("cpu"), "fa3"), {}
-    starts, others = (torch.tensor([0, 3], dtype=torch.int32) for _ in range(2))
-
-    def planned(heads=2, d_v=128, dtype=torch.bfloat16, ends=starts, scale=0.5, causal=True):
-        q = torch.zeros(3, heads, 192, dtype=dtype)
-        ragged.attend(prefill_module.Call(q, q, q[..., :d_v], starts, ends, 3, 3, scale, causal), plans)
-        return len(flashinfer_plans)
-
-    assert planned() == planned() == 1
-    changes = [{"heads": 4}, {"d_v": 64}, {"dtype": torch.float16}, {"ends": others}]
-    changes += [{"scale": 0.25}, {"causal": False}]
-    assert [planned(**change) for change in changes] == [2, 3, 4, 5, 6, 7]
-    assert planned() == 7
-
-
-def test_plans_keep_their_offsets(attend_by_flashinfer):
-    """Otherwise other offsets could have the identity of a plan's, and get that plan."""
-    plans, starts = {}, torch.tensor([0, 3], dtype=torch.int32)
-    attend_by_flashinfer(starts, plans)
-    kept = weakref.ref(starts)
-    del starts
-    assert kept() is not None
 
 
 def test_without_lse():
@@ -730,57 +610,3 @@ def test_refuses_different_heads():
         prefill(
             torch.zeros(3, 2, 8), torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), starts, starts, 3, 3, 1.0, True
         )
-
-
-def flash_attn_3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs=False):
-    return ("out", "lse") if return_attn_probs else "out"
-
-
-def flash_attn_of_engines(
-    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, return_softmax_lse=False, fa_version=2
-):
-    return ("out", "lse") if return_softmax_lse and fa_version == 3 else "out"
-
-
-@pytest.mark.parametrize(
-    "name, function",
-    [
-        ("flash_attn_interface", flash_attn_3),
-        ("sgl_kernel.flash_attn", flash_attn_of_engines),
-        ("vllm.vllm_flash_attn", flash_attn_of_engines),
-    ],
-)
-def test_finds_flash_attention_3_and_asks_for_the_lse(monkeypatch, name, function):
-    module = ModuleType(name)
-    module.flash_attn_varlen_func = function
-    monkeypatch.setitem(sys.modules, name.partition(".")[0], ModuleType(name.partition(".")[0]))
-    monkeypatch.setitem(sys.modules, name, module)
-    attend = prefill_module._flash3_function.__wrapped__()
-    lengths = {"cu_seqlens_q": 0, "cu_seqlens_k": 0, "max_seqlen_q": 0, "max_seqlen_k": 0}
-    assert attend(0, 0, 0, **lengths) == ("out", "lse")
-
-
-def test_flash_attention_3_gives_the_lse_as_others_do():
-    """[T, H], -inf without keys: in the library [H, T], in some versions +inf."""
-    lse = torch.tensor([[1.0, math.inf, 2.0], [3.0, math.inf, 4.0]])
-    out = torch.zeros(3, 2, 8)
-    call = prefill_module.Call(out, out, out, 0, 0, 3, 3, 0.5, True)
-    attended = prefill_module._flash3(lambda *_, **__: (out, lse), call)
-    assert attended[0] is out
-    assert torch.equal(attended[1], torch.tensor([[1.0, 3.0], [-math.inf, -math.inf], [2.0, 4.0]]))
-
-
-@pytest.mark.parametrize(
-    "engine_runs, version, found", [(True, 3, True), (True, 2, False), (True, 4, False), (False, 3, False)]
-)
-def test_an_engines_copy_is_taken_if_it_is_flash_attention_3(monkeypatch, engine_runs, version, found):
-    """Not imported for this, which would take seconds."""
-    copy = ModuleType("vllm.vllm_flash_attn")
-    copy.flash_attn_varlen_func = flash_attn_of_engines
-    copy.is_fa_version_supported = lambda asked: asked == version
-    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", copy)
-    if engine_runs:
-        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    else:
-        monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    assert (prefill_module._flash3_function.__wrapped__() is not None) is found

@@ -11,7 +11,7 @@ import torch
 
 from mla_backend.cache_format import CacheFormat, Scale, format_of, quantize
 from mla_backend.kernels import append as append_kernel
-from tests.support.cases import check_appended_extremes, check_rotary_append
+from tests.support.appends import check_appended_extremes, check_rotary_append
 from tests.support.seeds import seeds
 
 

@@ -10,7 +10,7 @@ from mla_backend import Shard
 from mla_backend.jit import KernelVariant
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
-from tests.support.cases import make_case, make_sink_case, random_case, relative_error
+from tests.support.cases import make_case, make_dominated_case, random_case, relative_error
 from tests.support.seeds import seeds
 from tests.support.shards import shard_of
 
@@ -82,11 +82,11 @@ def test_an_attention_sink(decoder, num_heads):
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, "fp8_ds_mla"])
 @pytest.mark.parametrize("num_heads", [16, 40])
-@pytest.mark.parametrize("sinks", [[0], [64, 2500]], ids=["one", "two"])
-def test_attention_sinks_of_a_long_context(decoder, sinks, num_heads, kv_dtype):
+@pytest.mark.parametrize("dominant", [[0], [64, 2500]], ids=["one", "two"])
+def test_dominant_keys_of_a_long_context(decoder, dominant, num_heads, kv_dtype):
     """Most of the weight is that of keys without values; e4m3 has no bits for probabilities beside theirs."""
     sizes = {"num_heads": num_heads, "page_size": 64, "kv_dtype": kv_dtype, "device": "cpu"}
-    case = make_sink_case(5000, sinks, 12.0, **sizes)
+    case = make_dominated_case(5000, dominant, 12.0, **sizes)
     assert_right(case, *run(decoder(case, "hopper", 1), case))
 
 

@@ -16,7 +16,7 @@ from mla_backend.spec import DecodeCall
 from mla_backend.torch_attention import merge_states
 from tests.emulation.emulator import assert_alone_as_together, assert_right, run, sources
 from tests.support.cases import assert_first_keys, make_case, random_case
-from tests.support.planner import KV_TILE_TOKENS, m_block_cost_of, planned_ranges
+from tests.support.planner import PLAN_TILE_TOKENS, m_block_cost_of, planned_ranges
 from tests.support.seeds import seeds
 from tests.support.shards import shard_of
 
@@ -304,7 +304,7 @@ def test_work_tiles_begin_inside_pages(decoder, num_heads, page_size):
     implementation = decoder(case, "hopper", 4)
     assert_right(case, *run(implementation, case))
     tiles = implementation._plans[:, 2]
-    assert any(tiles * KV_TILE_TOKENS % page_size), "all work tiles begin where pages do"
+    assert any(tiles * PLAN_TILE_TOKENS % page_size), "all work tiles begin where pages do"
 
 
 def test_division_is_exact(modules):

@@ -1,4 +1,4 @@
-"""The kernel that takes new tokens in, on a GPU: against fp64, and with decode behind it."""
+"""The append kernel, on a GPU: against fp64, and with decode behind it."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from mla_backend import MLADecoder, RotaryAppend, cache
 from mla_backend.batch import DecodeBatch
 from mla_backend.cache_format import Scale, cache_format, dequantize
-from tests.support.cases import check_appended_extremes, check_rotary_append
+from tests.support.appends import check_appended_extremes, check_rotary_append
 from tests.support.launches import assert_overlap_changes_nothing
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.test_decode_gpu import check, run
-from tests.support.cases import decoder_for, make_case, make_sink_case, random_case
+from tests.support.cases import decoder_for, make_case, make_dominated_case, random_case
 
 pytestmark = pytest.mark.gpu
 
@@ -67,12 +67,12 @@ def test_splits(requests, length, num_heads, kv_dtype, implementation):
     check(case, implementation=implementation)
 
 
-@pytest.mark.parametrize("sinks", [[0], [64, 5000]], ids=["one", "two"])
+@pytest.mark.parametrize("dominant", [[0], [64, 5000]], ids=["one", "two"])
 @pytest.mark.parametrize("num_heads", [8, 16, 24, 32, 40])
-def test_attention_sinks(num_heads, sinks, kv_dtype, implementation):
+def test_dominant_keys(num_heads, dominant, kv_dtype, implementation):
     """Each CTA has half of a request."""
     sizes = {"num_heads": num_heads, "page_size": 64, "kv_dtype": kv_dtype}
-    check(make_sink_case(8000, sinks, 12.0, requests=66, **sizes), implementation=implementation)
+    check(make_dominated_case(8000, dominant, 12.0, requests=66, **sizes), implementation=implementation)
 
 
 @pytest.mark.parametrize(

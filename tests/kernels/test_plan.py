@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.support.cases import assert_first_keys
 from tests.support.planner import (
-    KV_TILE_TOKENS,
     M_BLOCK_COST,
     M_BLOCK_COST_OF_64_ROWS,
+    PLAN_TILE_TOKENS,
     m_block_cost_of,
     num_cta_groups,
     num_m_blocks,
@@ -71,7 +71,7 @@ def test_every_key_of_every_m_block_belongs_to_one_cta(batch):
         """Those that the last row of the m-block sees; where m-blocks have CTA groups, all."""
         query_len = query_lens if isinstance(query_lens, int) else query_lens[request]
         hidden = sum(t * num_heads >= (m_block + 1) * rows for t in range(query_len))
-        return -(-max(seq_lens[request] - (0 if in_groups else hidden), 0) // KV_TILE_TOKENS)
+        return -(-max(seq_lens[request] - (0 if in_groups else hidden), 0) // PLAN_TILE_TOKENS)
 
     work_tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for cta, planned_range in enumerate(ranges):
@@ -132,7 +132,7 @@ def test_each_m_block_index_has_a_cta_group(m_blocks, group_size):
 def test_no_range_costs_much_more_than_its_share(num_ctas, range_ctas):
     """Whatever the number of multiprocessors is: those of GPUs, and of parts of them (MIG)."""
     seq_lens = [20_000 + 991 * i for i in range(33)]
-    tiles = [-(-length // KV_TILE_TOKENS) for length in seq_lens]
+    tiles = [-(-length // PLAN_TILE_TOKENS) for length in seq_lens]
     for m_blocks in range(1, 13):
         rows = 64 * range_ctas
         ranges = planned_ranges(

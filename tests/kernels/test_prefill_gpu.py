@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_backend import prefill
+from mla_backend import prefill_libraries as libraries
 from mla_backend.kernels import prefill as kernels
 from mla_backend.torch_attention import merge_states
 from tests.support.prefill_cases import PrefillCase
@@ -75,7 +76,7 @@ def test_merging_in_one_launch():
 def test_flashinfer_plans_once_per_offsets():
     """FlashInfer gives what fp64 gives, lse included, also for a second set of offsets."""
     pytest.importorskip("flashinfer")
-    library, plans = prefill.FlashInfer(torch.device("cuda"), "fa3"), {}
+    library, plans = libraries.FlashInfer(torch.device("cuda"), "fa3"), {}
     for seed, lens in enumerate((([5, 300], [5, 700]), ([7, 100], [90, 100]))):
         case = PrefillCase(*lens, 192, 128, heads=16, device="cuda", seed=seed)
         for causal in (True, False, True):
@@ -84,22 +85,22 @@ def test_flashinfer_plans_once_per_offsets():
 
 def _with_flashinfer(library, case, plans, causal):
     tensors = [x.contiguous() for x in (case.q, case.k, case.v)]
-    return library.attend(prefill.Call(*tensors, *case.arguments[3:], causal), plans)
+    return library.attend(libraries.Call(*tensors, *case.arguments[3:], causal), plans)
 
 
 @pytest.mark.parametrize("tokens", [2048, 2049, 3000, 6000])
 @pytest.mark.parametrize("d_qk, d_v", [(192, 128), (256, 256), (160, 96), (96, 64)])
 def test_one_long_request_by_cudnn(d_qk, d_v, tokens):
     """With NaN behind the request, and the lse that merging needs."""
-    if torch.cuda.get_device_capability() != (9, 0) or not prefill._cudnn_serves(d_qk, d_v):
+    if torch.cuda.get_device_capability() != (9, 0) or not libraries.cudnn_serves(d_qk, d_v):
         pytest.skip("cuDNN is asked on Hopper, from 9.10 on")
     case = PrefillCase([tokens], [tokens], d_qk, d_v, heads=2, device="cuda")
     arguments = (case.q, case.k, case.v, case.starts_q, case.starts_q, tokens, tokens, case.scale)
-    assert prefill._is_alone(prefill.Call(*arguments, True))
-    case.check(lambda causal: prefill._cudnn(prefill.Call(*arguments, causal)), True)
+    assert libraries.is_alone(libraries.Call(*arguments, True))
+    case.check(lambda causal: libraries.by_cudnn(libraries.Call(*arguments, causal)), True)
 
 
 def test_cudnn_is_prepared():
-    if torch.cuda.get_device_capability() != (9, 0) or not prefill._cudnn_serves(160, 96):
+    if torch.cuda.get_device_capability() != (9, 0) or not libraries.cudnn_serves(160, 96):
         pytest.skip("cuDNN is asked on Hopper, from 9.10 on")
     assert "cuDNN for one long request" in prefill.prepare("cuda", torch.bfloat16, 160, 96)

@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from mla_backend import prefill
+from mla_backend import prefill, prefill_libraries
 from mla_backend.batch import WHOLE, DecodeBatch, TableKind
 from mla_backend.cache_format import cache_format
 from mla_backend.decode import MLADecoder
@@ -287,7 +287,7 @@ def test_layers_share_what_a_library_plans(monkeypatch):
         if key not in plans:
             plans[key] = plan = Plan()
             planned.append(weakref.ref(plan))
-        return prefill._torch(call)
+        return prefill_libraries.by_torch(call)
 
     monkeypatch.setattr(prefill, "_choose", lambda *_: prefill._Library("planning", attend, takes_plans=True))
     chooser = PrefillChooser(FakePolicy(), chunk_tokens=10)

@@ -101,6 +101,14 @@ def backend_of(rank, batch, latent_cache):
     return ours
 
 
+def check_that_only_own_tokens_are_written(rank, slots, before, after):
+    before, after = before.view(-1, WIDTH), after.view(-1, WIDTH)
+    written = torch.zeros(len(before), dtype=torch.bool)
+    written[slots.long()[slots % RANKS == rank] // RANKS] = True
+    assert torch.equal(before[~written].nan_to_num(7.0), after[~written].nan_to_num(7.0))
+    assert not after[written].isnan().any()
+
+
 def test_a_decode_step_of_all_ranks_is_that_of_the_whole(monkeypatch):
     monkeypatch.setattr(Settings, "is_deterministic", False)
     batch = Batch([(1, 9), (1, 0), (1, 20), (1, 4)])
@@ -141,13 +149,7 @@ def test_a_decode_step_of_all_ranks_is_that_of_the_whole(monkeypatch):
             k_rope=key[..., d_c:],
         )
         states.append((out, lse / math.log2(math.e)))
-        # Each rank has written its own tokens, and nothing else.
-        written = torch.zeros(before.view(-1, WIDTH).shape[0], dtype=torch.bool)
-        own = slots.long()[slots % RANKS == rank]
-        written[own // RANKS] = True
-        kept = before.view(-1, WIDTH)[~written], caches[rank].view(-1, WIDTH)[~written]
-        assert torch.equal(*(rows.nan_to_num(7.0) for rows in kept))
-        assert not caches[rank].view(-1, WIDTH)[written].isnan().any()
+        check_that_only_own_tokens_are_written(rank, slots, before, caches[rank])
     out, lse = functools.reduce(lambda a, b: merge_states(*a, *b), states)
     for i, latents in enumerate(batch.latents):
         scores = torch.einsum("hd,kd->hk", q[i], latents) * SCALE

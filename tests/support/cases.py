@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_backend import cache as mla_cache
 from mla_backend.batch import WHOLE, DecodeBatch, Shard, TableKind
-from mla_backend.cache_format import FLOAT_DTYPES, Scale, cache_format
+from mla_backend.cache_format import cache_format
 from mla_backend.decode import MLADecoder
-from tests.support.mla_oracle import (
-    cos_sin_cache,
-    nearest_e4m3,
-    normalized,
-    poisoned,
-    rotary_angles,
-    rotated_by,
-    stored_rows,
-    stored_values,
-)
-from tests.support.planner import KV_TILE_TOKENS
+from tests.support.mla_oracle import poisoned, stored_rows
+from tests.support.planner import PLAN_TILE_TOKENS
 
 GARBAGE = 2147480000
 """In unused table entries: as a page id it lies far outside any cache."""
@@ -149,7 +139,7 @@ def assert_first_keys(
         assert words[12:14] == [whole, length]
         slots = []
         for i in range(32):
-            token = tile * KV_TILE_TOKENS + i * step
+            token = tile * PLAN_TILE_TOKENS + i * step
             if step == 0 or token >= length:
                 slots.append(-1)
                 continue
@@ -253,11 +243,13 @@ def _scale_elements(case: Case, kv_scale: float) -> None:
         case.scale /= 16 * kv_scale
 
 
-def make_sink_case(length: int, sinks: list[int], gap: float, requests: int = 1, **sizes: Any) -> Case:
-    """Requests whose keys score alike, but for ``sinks``: they score ``gap`` nats more, and have no values.
+def make_dominated_case(
+    length: int, dominant: list[int], gap: float, requests: int = 1, **sizes: Any
+) -> Case:
+    """Requests whose keys score alike, except ``dominant`` ones: ``gap`` nats more, and without values.
 
-    The keys in a sink's tile of 64 have no values either, as kernels may be inexact there. Keyword arguments
-    are those of `make_case`; ``kv_dtype`` must be e4m3 or records.
+    The other keys in their tiles of 64 have no values either, as kernels may be inexact there. Keyword
+    arguments are those of `make_case`; ``kv_dtype`` must be e4m3 or records.
     """
     case = make_case([length] * requests, [1] * requests, **sizes)
     rope, unit = torch.tensor([1.0]).bfloat16(), 1.0
@@ -272,9 +264,9 @@ def make_sink_case(length: int, sinks: list[int], gap: float, requests: int = 1,
             places = table[tokens // page_size].long(), tokens % page_size
             changed = rows[places]
             changed[:, -columns:] = 0
-            for sink in sinks:
-                changed[sink // 64 * 64 : (sink // 64 + 1) * 64, :512] = 0
-                changed[sink, -columns:] = rotary.to(changed.device)
+            for key in dominant:
+                changed[key // 64 * 64 : (key // 64 + 1) * 64, :512] = 0
+                changed[key, -columns:] = rotary.to(changed.device)
             rows[places] = changed
     case.q_nope.zero_()
     case.q_rope.fill_(1)
@@ -435,140 +427,3 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
-
-
-def check_rotary_append(
-    append: Callable[..., None],
-    draw: random.Random,
-    *,
-    tokens: int,
-    num_heads: int,
-    dtype: torch.dtype,
-    interleaved: bool,
-    device: str,
-    kv_dtype: torch.dtype | str | None = None,
-) -> None:
-    """What a kernel makes of new tokens that lie as in an engine, against fp64.
-
-    ``append`` takes the arguments of a `RotaryAppend`, in their order. Layouts are drawn, whether latents are
-    to be normalized, the dtype of the angles, and whether the new rows are wanted outside the cache, too.
-    ``kv_dtype`` is that of the cache: None means ``dtype``; or "fp8_ds_mla".
-    """
-    kv_dtype = kv_dtype or dtype
-    kv_format = cache_format(kv_dtype)
-    d_c, d_rope = kv_format.dimensions or draw.choice([(512, 64), (256, 32), (64, 16), (512, 0)])
-    width = kv_format.row_width(d_c, d_rope)
-    kv_scale = None
-    if kv_dtype is torch.float8_e4m3fn:
-        kv_scale = torch.tensor([draw.choice([1.0, 0.3, 2.0**-8, 2.0**10])], device=device)
-    page_size, gap, d_nope = draw.choice([1, 3, 8, 64]), draw.choice([0, 2]), draw.choice([0, 128])
-    torch.manual_seed(draw.randrange(1 << 30))
-    q = torch.randn(tokens, num_heads, d_nope + d_rope, device=device).to(dtype)
-    latent = torch.randn(tokens, d_c + d_rope, device=device).to(dtype)
-    pages = -(-tokens // page_size) + 3
-    storage = poisoned(pages * (page_size + gap) * width, kv_dtype).to(device).view(pages, -1, width)
-    cache, stored_before = storage[:, :page_size], storage.clone()
-    slots = torch.randperm(pages * page_size, device=device)[:tokens]
-    slots[1::5] = -1
-    cos_sin = cos_sin_cache(rotary_angles(3000, d_rope)).to(draw.choice([torch.float32, dtype])).to(device)
-    positions = torch.randint(3000, (tokens,), device=device)
-    norm_weight = draw.choice([None, torch.randn(d_c, device=device).to(dtype)])
-    kv_c_out, k_rope_out = _outputs(tokens, d_c, d_rope, dtype, device)
-    outputs = draw.choice([{}, {"kv_c_out": kv_c_out, "k_rope_out": k_rope_out}])
-    before = q.clone(), latent.clone()
-
-    append(
-        q[..., d_nope:],
-        latent[:, :d_c],
-        latent[:, d_c:],
-        cache,
-        slots.to(draw.choice([torch.int32, torch.int64])),
-        positions,
-        cos_sin,
-        interleaved=interleaved,
-        norm_weight=norm_weight,
-        norm_eps=None if norm_weight is None else 0.01,
-        kv_scale=kv_scale,
-        **outputs,
-    )
-    near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
-    expected = rotated_by(before[0][..., d_nope:], cos_sin[positions], interleaved)
-    torch.testing.assert_close(q[..., d_nope:].double(), expected, **near)
-    assert torch.equal(q[..., :d_nope], before[0][..., :d_nope])
-    assert torch.equal(latent, before[1])
-    expected_c = latent[:, :d_c].double()
-    if norm_weight is not None:
-        expected_c = normalized(latent[:, :d_c], norm_weight, 0.01)
-    expected_k = rotated_by(latent[:, d_c:], cos_sin[positions], interleaved)
-    if outputs:
-        torch.testing.assert_close(outputs["kv_c_out"].double(), expected_c, **near)
-        torch.testing.assert_close(outputs["k_rope_out"].double(), expected_k, **near)
-        assert all(output._base[:, output.shape[1] :].isnan().all() for output in outputs.values())
-    kept = slots >= 0
-    page, row = slots[kept] // page_size, slots[kept] % page_size
-    expected_c, expected = expected_c[kept], torch.cat([expected_c, expected_k], dim=1)[kept]
-    written = bytes_of(cache)[page, row].view(cache.dtype)
-    actual, scales = stored_values(written, 1.0 if kv_scale is None else kv_scale.item())
-    if kv_format.scale is Scale.GROUP:
-        groups = expected_c.abs().unflatten(1, (-1, kv_format.group)).amax(2)
-        groups = groups.repeat_interleave(kv_format.group, dim=1)
-        torch.testing.assert_close(scales[:, :d_c], groups / 448, rtol=torch.finfo(dtype).eps, atol=0)
-    # Values are rounded to 16 bits first. e4m3 saturates at 448, and is half a step off: 1/16 of a value, or
-    # 2^-10 where it is subnormal.
-    expected = torch.where(scales > 0, expected.clamp(-448 * scales, 448 * scales), expected)
-    in_16_bits = torch.finfo(kv_format.rope if kv_format.rope in FLOAT_DTYPES else dtype).eps
-    allowed = expected.abs() * in_16_bits + 1e-6
-    in_e4m3 = (expected.abs() / 16).clamp(min=scales / 1024) + allowed / 2 + 1e-6
-    assert ((actual - expected).abs() <= torch.where(scales > 0, in_e4m3, allowed)).all()
-    if norm_weight is None:
-        exact = expected_c
-        if kv_dtype != dtype:
-            scales = scales[:, :d_c]
-            exact = nearest_e4m3((expected_c.float() / scales.float()).double()) * scales
-        assert torch.equal(actual[:, :d_c], exact)
-    bytes_of(cache)[page, row] = bytes_of(stored_before)[page, row]
-    assert torch.equal(bytes_of(storage), bytes_of(stored_before))
-
-
-def _outputs(tokens: int, d_c: int, d_rope: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Of NaN, for a kernel's results; NaN between their rows, too."""
-    like = {"dtype": dtype, "device": device}
-    return [torch.full((tokens, width + 8), torch.nan, **like)[:, :width] for width in (d_c, d_rope)]
-
-
-def check_appended_extremes(
-    append: Callable[..., None], dtype: torch.dtype, kv_dtype: torch.dtype | str, device: str
-) -> None:
-    """A kernel stores what torch stores (which `tests/core` compares with an oracle), whatever the values."""
-    d_c, d_rope, tokens = 512, 64, 4
-    torch.manual_seed(0)
-    kv = (torch.randn(tokens, d_c + d_rope) * 2.0 ** torch.randint(-20, 14, (tokens, 1))).to(dtype)
-    kv[0, 3:6] = torch.tensor([torch.nan, 1e-30, -0.0])
-    kv[1, 130:134] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.0])
-    kv[2, :128] = 0
-    kv[3, 256:384] = torch.nan
-    slots, kv_scale = torch.tensor([5, 0, 3, 2]), None
-    if kv_dtype is torch.float8_e4m3fn:
-        kv_scale = torch.tensor([0.3])
-    width = cache_format(kv_dtype).row_width(d_c, d_rope)
-    expected = torch.zeros(3, 2, width, dtype=poisoned(1, kv_dtype).dtype)
-    written = expected.to(device, copy=True)
-    mla_cache.append(expected, kv[:, :d_c], kv[:, d_c:], slots, kv_scale)
-    on_device = kv.to(device)
-    append(
-        torch.zeros(tokens, 1, d_rope, dtype=dtype, device=device),
-        on_device[:, :d_c],
-        on_device[:, d_c:],
-        written,
-        slots.to(device),
-        torch.zeros(tokens, dtype=torch.int64, device=device),  # no rotation
-        cos_sin_cache(rotary_angles(1, d_rope)).float().to(device),
-        interleaved=True,
-        norm_weight=None,
-        norm_eps=None,
-        kv_scale=None if kv_scale is None else kv_scale.to(device),
-    )
-    for actual, wanted in zip(
-        stored_values(written.cpu().view(6, width)), stored_values(expected.view(6, width)), strict=True
-    ):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)

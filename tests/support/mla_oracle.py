@@ -14,6 +14,9 @@ from torch import Tensor
 from mla_backend import DecodeBatch, TableKind
 from mla_backend.cache_format import cache_format
 
+SPARE_PAGES = 3
+"""Pages of a `paged_problem` that belong to no request."""
+
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """One request, row by row, in fp64; the causal mask is bottom-right aligned.
@@ -181,44 +184,29 @@ def paged_problem(
         gain: standard deviation of the queries, hence the sharpness of the softmax.
     """
     g = torch.Generator().manual_seed(seed)
-    width = kv_lora_rank + qk_rope_head_dim
-    kv_dtype = kv_dtype or dtype
+    width, kv_dtype = kv_lora_rank + qk_rope_head_dim, kv_dtype or dtype
     row_width = cache_format(kv_dtype).row_width(kv_lora_rank, qk_rope_head_dim)
     query_lens = [1] * len(kv_lens) if query_lens is None else query_lens
-    pages_of = [math.ceil(n / page_size) for n in kv_lens]
-    num_pages = sum(pages_of) + 3
-    order = torch.randperm(num_pages, generator=g)
-
-    row_stride = row_width + row_gap
-    page_stride = page_size * row_stride + page_gap
-    # With gaps, the cache starts inside its storage, as one layer among several does.
-    storage = poisoned(page_gap + num_pages * page_stride, kv_dtype)
-    layout = (num_pages, page_size, row_width), (page_stride, row_stride, 1), page_gap
+    pages = _shuffled_pages(kv_lens, page_size, g)
+    num_pages = sum(map(len, pages)) + SPARE_PAGES
+    storage, layout = _poisoned_storage(num_pages, page_size, row_width, page_gap, row_gap, kv_dtype)
     latent_cache = storage.as_strided(*layout)
-
-    table_width = max([1, *pages_of]) + 2
-    table_width *= page_size if table_kind is TableKind.TOKEN else 1
-    num_rows = len(kv_lens) + (3 if indirect_rows else 0)
-    table = torch.randint(-(2**31), 2**31 - 1, (num_rows, table_width), generator=g).int()
-    table_rows = torch.randperm(num_rows, generator=g)[: len(kv_lens)] if indirect_rows else None
+    table = _garbage_table(pages, page_size, table_kind, 3 * indirect_rows, g)
+    table_rows = torch.randperm(len(table), generator=g)[: len(kv_lens)] if indirect_rows else None
 
     latents = []
     for i, kv_len in enumerate(kv_lens):
-        pages = order[sum(pages_of[:i]) : sum(pages_of[: i + 1])]
         x = torch.randn(kv_len, width, generator=g)
         rows, latent = stored_rows(x, kv_dtype, kv_scale, scale_exponents, g)
-        for t in range(kv_len):
-            latent_cache[pages[t // page_size], t % page_size] = rows[t]
-        row = i if table_rows is None else int(table_rows[i])
-        if table_kind is TableKind.BLOCK:
-            table[row, : len(pages)] = pages.int()
-        else:
-            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
-            table[row, :kv_len] = slots[:kv_len].int()
         latents.append(latent.to(device))
+        positions = torch.arange(kv_len)
+        page, offset = pages[i][positions // page_size], positions % page_size
+        for t in range(kv_len):
+            latent_cache[page[t], offset[t]] = rows[t]
+        entries = pages[i] if table_kind is TableKind.BLOCK else page * page_size + offset
+        table[i if table_rows is None else table_rows[i], : len(entries)] = entries.int()
 
-    tokens = sum(query_lens)
-    q = (torch.randn(tokens, num_heads, width, generator=g) * gain).to(dtype)
+    q = (torch.randn(sum(query_lens), num_heads, width, generator=g) * gain).to(dtype).to(device)
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     batch = DecodeBatch(
         seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
@@ -229,12 +217,9 @@ def paged_problem(
         table_kind=table_kind,
         table_rows=None if table_rows is None else table_rows.to(device),
     )
-    # A strided cache must arrive on the device with its strides.
-    on_device = storage.to(device).as_strided(*layout)
-    q = q.to(device)
     return PagedProblem(
         batch=batch,
-        latent_cache=on_device,
+        latent_cache=storage.to(device).as_strided(*layout),  # a copy of the view would have other strides
         kv_scale=torch.tensor([kv_scale], device=device) if kv_dtype is torch.float8_e4m3fn else None,
         q_nope=q[..., :kv_lora_rank],
         q_rope=q[..., kv_lora_rank:],
@@ -242,6 +227,34 @@ def paged_problem(
         query_lens=query_lens,
         scale=width**-0.5,
     )
+
+
+def _shuffled_pages(kv_lens: list[int], page_size: int, g: torch.Generator) -> list[Tensor]:
+    """The pages of each request, among `SPARE_PAGES` more."""
+    counts = [math.ceil(n / page_size) for n in kv_lens]
+    order = torch.randperm(sum(counts) + SPARE_PAGES, generator=g)
+    return list(order[: sum(counts)].split(counts))
+
+
+def _poisoned_storage(
+    num_pages: int, page_size: int, row_width: int, page_gap: int, row_gap: int, kv_dtype: torch.dtype | str
+) -> tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """The memory of a cache, and the shape, strides and offset of the cache in it.
+
+    With gaps, the cache starts inside of its storage, as one layer among several does.
+    """
+    row_stride = row_width + row_gap
+    page_stride = page_size * row_stride + page_gap
+    layout = (num_pages, page_size, row_width), (page_stride, row_stride, 1), page_gap
+    return poisoned(page_gap + num_pages * page_stride, kv_dtype), layout
+
+
+def _garbage_table(
+    pages: list[Tensor], page_size: int, kind: TableKind, spare_rows: int, g: torch.Generator
+) -> Tensor:
+    width = max([1, *map(len, pages)]) + 2
+    shape = (len(pages) + spare_rows, width * page_size if kind is TableKind.TOKEN else width)
+    return torch.randint(-(2**31), 2**31 - 1, shape, generator=g).int()
 
 
 def assert_attention_close(

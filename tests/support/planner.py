@@ -2,7 +2,7 @@
 
 The planner runs once per decode step and deals the work out: one range of work per CTA. The query rows of a
 request (query_len * num_heads) form m-blocks of ``rows`` rows. The line of all m-blocks, each as long as its
-KV tiles plus a constant, is cut in one of two ways:
+plan tiles plus a constant, is cut in one of two ways:
 
 - *Balanced*: into ranges of equal cost. This balances any batch. But a range may hold the end of one m-block
   and the start of the next; both are then splits, which have to be written and combined.
@@ -19,15 +19,15 @@ reads hit the L2 cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from mla_backend.batch import WHOLE, Shard
 from mla_backend.kernels.hopper import ManyRowsConfig
 
-KV_TILE_TOKENS = 64
-"""Tokens of the planner's KV tile: cuts lie between tiles."""
+PLAN_TILE_TOKENS = 64
+"""Tokens of the planner's tiles: cuts lie between tiles."""
 
 M_BLOCK_COST, M_BLOCK_COST_OF_64_ROWS = 2, 3
 """What an m-block costs beside its keys (loading queries, writing and combining results), in plan tiles: by
@@ -40,7 +40,7 @@ RANGES_PER_IDLE_RANGE = 16
 """With several groups, at most one range in 16 may be left without work. Equal splits may cost at most a
 sixteenth more than a balanced range."""
 
-Place = tuple[int, int, int]  # request, m-block, KV tile
+Place = tuple[int, int, int]  # request, m-block, plan tile
 
 
 def m_block_cost_of(config) -> int:
@@ -95,57 +95,61 @@ def planned_ranges(
         m_block_cost: what an m-block costs beside its keys, in plan tiles.
 
     Returns:
-        For each CTA: request, m-block and KV tile where its range begins, and the first CTA that has a split
-        of that m-block; the same four where the range ends (exclusive), with the last such CTA; 1 if the CTA
+        For each CTA: request, m-block and plan tile where its range begins, and the first CTA with a split of
+        that m-block; the same four where the range ends (exclusive), with the last such CTA; 1 if the CTA
         shares its only m-block with CTA ``cta ^ 1``; 1 if no CTA has two m-blocks of one request.
     """
     if range_ctas > 1:
-        clusters = num_ctas // range_ctas
-        of_clusters = planned_ranges(
-            seq_lens,
-            query_lens,
-            num_heads=num_heads,
-            rows=rows,
-            num_ctas=clusters,
-            whole=whole,
-            shard=shard,
-            m_block_cost=m_block_cost,
+        options = dict(num_heads=num_heads, rows=rows, whole=whole, shard=shard, m_block_cost=m_block_cost)
+        of_clusters = planned_ranges(seq_lens, query_lens, num_ctas=num_ctas // range_ctas, **options)
+        return _numbered_by_halves(of_clusters, range_ctas) + _idle_ranges(
+            len(seq_lens), range(num_ctas // range_ctas * range_ctas, num_ctas), same_m_block=1
         )
-        idle = [len(seq_lens), 0, 0]
-        ranges = []
-        for half in range(range_ctas):
-            for *begin, first, request, m_block, tile, last, _, same_m_block in of_clusters:
-                base = half * clusters
-                ranges.append([*begin, base + first, request, m_block, tile, base + last, 0, same_m_block])
-        without_work = range(len(ranges), num_ctas)
-        return ranges + [[*idle, cta, *idle, cta, 0, 1] for cta in without_work]
     if isinstance(query_lens, Sequence):
-        counts = [num_m_blocks(num_heads, query_len, rows) for query_len in query_lens]
-        groups = 1
+        each, groups = query_lens, 1
     else:
-        count = num_m_blocks(num_heads, query_lens, rows)
-        groups = num_cta_groups(count, num_ctas)
-        counts = [count // groups] * len(seq_lens)
-    group_size = num_ctas // groups
+        each = [query_lens] * len(seq_lens)
+        groups = num_cta_groups(num_m_blocks(num_heads, query_lens, rows), num_ctas)
     visible = [max(length, 0) for length in seq_lens]
+    counts = [num_m_blocks(num_heads, query_len, rows) // groups for query_len in each]
     if groups == 1:
-        each = query_lens if isinstance(query_lens, Sequence) else [query_lens] * len(seq_lens)
         keys = [
             [visible_keys(length, query_len, num_heads, rows, m_block, shard) for m_block in range(count)]
             for length, query_len, count in zip(visible, each, counts, strict=True)
         ]
     else:
         keys = [[shard.keys_of(length)] for length in visible]
-    line = _Line.of(keys, group_size, m_block_cost)
+    line = _Line.of(keys, num_ctas // groups, m_block_cost)
+    same_m_block = int(max(counts, default=0) <= 1)
+    ranges = _ranges_of_groups(line, groups, whole, same_m_block)
+    return ranges + _idle_ranges(len(seq_lens), range(len(ranges), num_ctas), same_m_block)
+
+
+def _numbered_by_halves(of_clusters: list[list[int]], range_ctas: int) -> list[list[int]]:
+    """The ranges of all CTAs, from those of clusters: all first CTAs come before the second ones."""
+    ranges = []
+    for half in range(range_ctas):
+        base = half * len(of_clusters)
+        for *begin, first, request, m_block, tile, last, _, same_m_block in of_clusters:
+            ranges.append([*begin, base + first, request, m_block, tile, base + last, 0, same_m_block])
+    return ranges
+
+
+def _idle_ranges(num_requests: int, ctas: Iterable[int], same_m_block: int) -> list[list[int]]:
+    """The ranges of CTAs without work."""
+    nowhere = (num_requests, 0, 0)
+    return [[*nowhere, cta, *nowhere, cta, 0, same_m_block] for cta in ctas]
+
+
+def _ranges_of_groups(line: _Line, groups: int, whole: bool, same_m_block: int) -> list[list[int]]:
+    """The ranges of the CTAs of all groups, which are cut like ``line``."""
     splits = line.equal_splits(whole)
     cuts = line.cut_equally(splits) if splits else line.cut_by_cost(whole)
-    in_pairs = splits == 2 == group_size // len(line.m_blocks)
-
-    same_m_block = int(max(counts, default=0) <= 1)
+    in_pairs = splits == 2 == line.num_ctas // len(line.m_blocks)
     ranges = []
     for group in range(groups):
-        base = group * group_size
-        for member in range(group_size):
+        base = group * line.num_ctas
+        for member in range(line.num_ctas):
             begin, end = cuts[member], cuts[member + 1]
             first, last = _first_and_last_split(cuts, member)
             # A cluster begins at an even CTA.
@@ -153,8 +157,7 @@ def planned_ranges(
             begins = (begin[0], begin[1] + group, begin[2], base + first)
             ends = (end[0], end[1] + group, end[2], base + last)
             ranges.append([*begins, *ends, int(paired), same_m_block])
-    idle = (len(seq_lens), 0, 0)
-    return ranges + [[*idle, cta, *idle, cta, 0, same_m_block] for cta in range(len(ranges), num_ctas)]
+    return ranges
 
 
 @dataclass
@@ -163,7 +166,7 @@ class _Line:
 
     num_requests: int
     m_blocks: list[tuple[int, int]]  # (request, m-block)
-    tiles: list[int]  # KV tiles of each m-block
+    tiles: list[int]  # plan tiles of each m-block
     num_ctas: int
     m_block_cost: int
 
@@ -171,23 +174,20 @@ class _Line:
     def of(cls, keys: Sequence[Sequence[int]], num_ctas: int, m_block_cost: int) -> _Line:
         """``keys`` of each m-block of each request."""
         m_blocks = [(request, m_block) for request, each in enumerate(keys) for m_block in range(len(each))]
-        tiles = [-(-keys[request][m_block] // KV_TILE_TOKENS) for request, m_block in m_blocks]
+        tiles = [-(-keys[request][m_block] // PLAN_TILE_TOKENS) for request, m_block in m_blocks]
         return cls(len(keys), m_blocks, tiles, num_ctas, m_block_cost)
-
-    def tiles_of(self, index: int) -> int:
-        return self.tiles[index]
 
     @cached_property
     def cost(self) -> int:
-        return sum(self.tiles_of(index) + self.m_block_cost for index in range(len(self.m_blocks)))
+        return sum(tiles + self.m_block_cost for tiles in self.tiles)
 
     @cached_property
     def num_balanced(self) -> int:
-        """Ranges of equal cost: one per CTA, but none cheaper than an m-block with a single KV tile."""
+        """Ranges of equal cost: one per CTA, but none cheaper than an m-block with a single plan tile."""
         return max(min(self.cost // (1 + self.m_block_cost), self.num_ctas), 1)
 
     def place(self, index: int, tile: int) -> Place:
-        """A KV tile of an m-block; behind the last one, the start of whatever follows."""
+        """A plan tile of an m-block; behind the last one, the start of whatever follows."""
         if index == len(self.m_blocks):
             return self.num_requests, 0, 0
         request, m_block = self.m_blocks[index]
@@ -201,7 +201,7 @@ class _Line:
         """The number of splits of each m-block if all have equally many; 0 if the cut is by cost."""
         if not 0 < len(self.m_blocks) <= self.num_ctas:
             return 0
-        longest = max(self.tiles_of(index) for index in range(len(self.m_blocks)))
+        longest = max(self.tiles)
         splits = min(1 if whole else self.num_ctas // len(self.m_blocks), longest)
         balanced = self.cost // self.num_balanced
         most = balanced + balanced // RANGES_PER_IDLE_RANGE + self.m_block_cost
@@ -213,7 +213,7 @@ class _Line:
         for cta in range(self.num_ctas + 1):
             index, split = divmod(cta, splits)
             if index < len(self.m_blocks):
-                cuts.append(self.place(index, split * _split_tiles(self.tiles_of(index), splits)))
+                cuts.append(self.place(index, split * _split_tiles(self.tiles[index], splits)))
             else:
                 cuts.append(self.place(len(self.m_blocks), 0))
         return cuts
@@ -222,8 +222,8 @@ class _Line:
         cuts = []
         for cta in range(self.num_ctas + 1):
             position, index = cta * self.cost // self.num_balanced, 0
-            while index < len(self.m_blocks) and position >= self.tiles_of(index) + self.m_block_cost:
-                position -= self.tiles_of(index) + self.m_block_cost
+            while index < len(self.m_blocks) and position >= self.tiles[index] + self.m_block_cost:
+                position -= self.tiles[index] + self.m_block_cost
                 index += 1
             cuts.append(self.place(index, 0 if whole else max(position - self.m_block_cost, 0)))
         return cuts

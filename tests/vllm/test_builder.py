@@ -262,19 +262,52 @@ def test_queries_may_come_in_one_tensor(decoder, impl, query_lens):
         torch.testing.assert_close(one, pair, rtol=0, atol=0)
 
 
+HEADS_OF_CONTEXT = {
+    "num_heads": 2,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 8,
+}
+
+
+def impl_for_context(weight, kv_dtype):
+    """A layer's attention with `HEADS_OF_CONTEXT`; ``weight`` is that of its kv_b_proj."""
+    impl = MLAImpl.__new__(MLAImpl)
+    vars(impl).update(HEADS_OF_CONTEXT, kv_b_proj=lambda kv_c: (kv_c @ weight.T, None))
+    vars(impl).update(kv_format=cache_format(kv_dtype), _use_flashinfer_concat_mla_k=False)
+    impl.geometry = SimpleNamespace(latent_dim=32 + 16)
+    return impl
+
+
+def chunk_of_context(request_slice, token_slice, starts, lengths, query_lens):
+    """As vLLM plans it; ``starts`` and ``lengths`` are those of the requests' parts of the chunk."""
+
+    def offsets(sizes):
+        return torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
+
+    request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return SimpleNamespace(
+        request_slice=request_slice,
+        token_slice=token_slice,
+        num_context_tokens=sum(lengths),
+        query_start_loc=offsets(query_lens),
+        max_query_len=max(query_lens),
+        cu_seq_lens=offsets(lengths),
+        max_seq_len=max(lengths),
+        starts=torch.tensor(starts, dtype=torch.int32),
+        token_to_seq=torch.cat([request.int(), torch.tensor([99], dtype=torch.int32)]),  # may be padded
+    )
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3.storage], ids=["fp32", "e4m3"])
 @pytest.mark.parametrize("pages_are_apart", [False, True], ids=["unknown width", "pages apart"])
 def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype, pages_are_apart):
     """Three prompts with contexts of 40, 0 and 20 tokens, in chunks as vLLM plans them."""
     monkeypatch.setattr(impl_module, "is_gathered_by_vllm", lambda width, device: pages_are_apart)
-    heads, kv_lora_rank, d_rope, d_nope, d_v, page_size = 2, 32, 16, 24, 8, 16
-    scale = torch.tensor(0.25)
+    heads, kv_lora_rank, d_rope, d_nope, d_v = HEADS_OF_CONTEXT.values()
+    scale, page_size = torch.tensor(0.25), 16
     weight = torch.randn(heads * (d_nope + d_v), kv_lora_rank) / 8
-    impl = MLAImpl.__new__(MLAImpl)
-    vars(impl).update(num_heads=heads, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=d_rope)
-    vars(impl).update(qk_nope_head_dim=d_nope, v_head_dim=d_v, kv_b_proj=lambda kv_c: (kv_c @ weight.T, None))
-    vars(impl).update(kv_format=cache_format(kv_dtype), _use_flashinfer_concat_mla_k=False)
-    impl.geometry = SimpleNamespace(latent_dim=kv_lora_rank + d_rope)
 
     latents = torch.randn(60, kv_lora_rank + d_rope)
     cache = torch.full((8, page_size, kv_lora_rank + d_rope), float("nan"))
@@ -285,24 +318,6 @@ def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype, pages_
     if kv_dtype is not torch.float32:
         cache = (cache / scale).to(kv_dtype)
         latents = (latents / scale).to(kv_dtype).float() * scale
-
-    def chunk(request_slice, token_slice, starts, lengths, query_lens):
-        def offsets(sizes):
-            return torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
-
-        request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        return SimpleNamespace(
-            request_slice=request_slice,
-            token_slice=token_slice,
-            num_context_tokens=sum(lengths),
-            query_start_loc=offsets(query_lens),
-            max_query_len=max(query_lens),
-            cu_seq_lens=offsets(lengths),
-            max_seq_len=max(lengths),
-            starts=torch.tensor(starts, dtype=torch.int32),
-            token_to_seq=torch.cat([request.int(), torch.tensor([99], dtype=torch.int32)]),  # may be padded
-        )
-
     if pages_are_apart:  # as with VLLM_KV_CACHE_LAYOUT=BLHNC
         cache = torch.stack([cache.view(torch.uint8)] * 2, dim=1).view(kv_dtype)[:, 0]
 
@@ -310,14 +325,14 @@ def test_context_of_rows_that_vllm_does_not_gather(monkeypatch, kv_dtype, pages_
     backend = MLAPrefill.__new__(MLAPrefill)
     backend.scale = 0.2
     chunks = [
-        chunk(slice(0, 1), slice(0, 3), [0], [32], query_lens[:1]),
-        chunk(slice(0, 3), slice(0, 9), [32, 0, 0], [8, 0, 20], query_lens),
+        chunk_of_context(slice(0, 1), slice(0, 3), [0], [32], query_lens[:1]),
+        chunk_of_context(slice(0, 3), slice(0, 9), [32, 0, 0], [8, 0, 20], query_lens),
     ]
     prefill = SimpleNamespace(
         block_table=table, prefill_backend=backend, chunked_context=SimpleNamespace(chunks=chunks)
     )
-    q = torch.randn(9, heads, d_nope + d_rope)
-    out, lse = impl._compute_prefill_context(q, cache, SimpleNamespace(prefill=prefill), scale)
+    q, step = torch.randn(9, heads, d_nope + d_rope), SimpleNamespace(prefill=prefill)
+    out, lse = impl_for_context(weight, kv_dtype)._compute_prefill_context(q, cache, step, scale)
 
     kv = (latents[:, :kv_lora_rank] @ weight.T).view(60, heads, -1)
     rope = latents[:, None, kv_lora_rank:].expand(-1, heads, -1)

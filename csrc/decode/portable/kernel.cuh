@@ -8,7 +8,8 @@
 // Rows are on the n side of the products, so an m-block may have any multiple of 8 rows. column_products.cuh implements
 // this. With 16 rows, keys in 8 bits and tiles of 64 tokens, warps divide S differently: see token_products.cuh.
 //
-// grid   at most one persistent CTA per SM; each walks the range that the planner gave it (schedule/work.cuh)
+// grid   at most one persistent CTA per multiprocessor; each walks the range that the planner gave it
+//        (schedule/work.cuh)
 // block  8 warps, all alike. Each holds d_c / 8 columns of O in registers, and as many of Q, or, with two row groups,
 //        twice as many for half of the rows; some warps also hold 16 rotary columns of Q
 //
@@ -33,9 +34,8 @@
 //
 // shared memory (DecodeMemory)
 //   kv       kStages tiles: [column block][token][128 B]; with keys in 8 bits, 64 B. 16-byte vectors are swizzled:
-//   vector
-//            v of token t lies at v ^ t % 8; with keys in 8 bits, at v ^ t / 2 % 4. So eight tokens' vectors (K) and,
-//            transposed, eight tokens' columns (V) are read without bank conflicts. If keys have a tail
+//            vector v of token t lies at v ^ t % 8; with keys in 8 bits, at v ^ t / 2 % 4. So eight tokens' vectors (K)
+//            and, transposed, eight tokens' columns (V) are read without bank conflicts. If keys have a tail
 //            (numbers/cache_format.cuh), the blocks hold latents; after them come the rotary columns, [token][128 B],
 //            and the scales, C::Layout::kScales floats for each token.
 //   scores   [column group][octet][token block] accumulator fragments (mma.cuh) of 4 floats a lane; see quad_index

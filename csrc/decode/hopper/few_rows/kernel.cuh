@@ -15,8 +15,8 @@
 //   tile 0 --> kv_full[0]        wait kv_full[0][segment]             -
 //   tile 1 --> kv_full[1]        S^T = K Q^T                          wait kv_full[1][segment]
 //   wait kv_empty[0]             P^T = exp2(S^T - m), l += P^T        S^T = K Q^T
-//   -                            p_is_there                           P^T = exp2(S^T - m), l += P^T
-//   -                            O^T += V^T P^T, arrive kv_empty[0]   p_is_there
+//   -                            sync: p_is_there                     P^T = exp2(S^T - m), l += P^T
+//   -                            O^T += V^T P^T, arrive kv_empty[0]   sync: p_is_there
 //   tile 2 --> kv_full[0]        tile 2 ...                           O^T += V^T P^T, arrive kv_empty[1]
 //   ...                          ...                                  ...
 //   queries of the next work     arrive q_empty                       arrive q_empty
@@ -44,8 +44,8 @@
 //          relative precision (with fp8 keys: two_terms.cuh). One barrier per tile both publishes P and tells all warps
 //          whether any score exceeded that bound; only then is the maximum refreshed and O rescaled. With fp8 keys, the
 //          maximum may be lowered after a tile that refreshed it, if a quarter of that tile (one warp's tokens) has far
-//          lower scores. Otherwise a key with a far greater score than others (an attention sink) would leave no bits
-//          for the probabilities of all later keys.
+//          lower scores. Otherwise a dominant key, with a far greater score than others, would leave no bits for the
+//          probabilities of all later keys.
 //
 // invariants
 //   * keys outside [token_begin, token_end) are loaded only if they share a box with a key inside; they are masked in S

@@ -16,7 +16,7 @@
 //   consumer 0 (first half of the columns)          consumer 1 (second half)
 //   ----------------------------------------------  ----------------------------------------------
 //   S = Q K^T of tile 0                             -
-//   softmax of tile 0, share P  --> p_is_there          S = Q K^T of tile 1, own half and rope
+//   softmax of tile 0, share P  --> p_is_there      S = Q K^T of tile 1, own half and rope
 //   O += P V of tile 0                              take P of tile 0, release the rope segment
 //   release the first half of tile 0                O += P V of tile 0
 //   S = Q K^T of tile 2, own half and rope          S += Q K^T of tile 1, other half
@@ -26,7 +26,7 @@
 //   O += P V of tile 1                              release the second half of tile 1
 //   S += Q K^T of tile 2, other half                S = Q K^T of tile 3, own half and rope
 //   release the first half of tile 1                -
-//   softmax of tile 2, share P  --> p_is_there          -
+//   softmax of tile 2, share P  --> p_is_there      -
 //   ...                                             ...
 //
 //   The order is fixed: no consumer checks what has arrived first. While one consumer computes its softmax, the tensor

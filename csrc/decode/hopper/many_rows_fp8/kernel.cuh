@@ -12,12 +12,12 @@
 //   consumer 0 (first half of the columns)   consumer 1 (second half)
 //   ---------------------------------------  ---------------------------------------
 //   S^T = K Q^T of tile 0                    S^T = K Q^T of tile 1
-//   softmax of tile 0      --> p_is_there        wait p_is_there of tile 0
+//   softmax of tile 0      --> p_is_there    wait p_is_there of tile 0
 //   O^T += V^T P^T of tile 0                 O^T += V^T P^T of tile 0
 //   S^T = K Q^T of tile 2                    softmax of tile 1      --> p_is_there
-//   wait p_is_there of tile 1                    O^T += V^T P^T of tile 1
+//   wait p_is_there of tile 1                O^T += V^T P^T of tile 1
 //   O^T += V^T P^T of tile 1                 S^T = K Q^T of tile 3
-//   softmax of tile 2      --> p_is_there        wait p_is_there of tile 2
+//   softmax of tile 2      --> p_is_there    wait p_is_there of tile 2
 //   ...                                      ...
 //
 //   A tile is released when both consumers have read its values. While one computes its softmax, the tensor cores work
