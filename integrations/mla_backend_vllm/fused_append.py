@@ -264,13 +264,11 @@ def why_not_fused(layer: Any, vllm_config: Any) -> Iterator[str]:
 def _against_engine(vllm_config: Any) -> Iterator[str]:
     from vllm.compilation import backends
 
-    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    compilation = vllm_config.compilation_config
     text_config = getattr(vllm_config.model_config, "hf_text_config", None)
     if getattr(text_config, "llama_4_scaling", None):
         yield "queries are scaled by their position (llama_4_scaling)"
-    if parallel.decode_context_parallel_size > 1:
-        yield "with decode context parallelism"
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
         yield "with context parallelism of prefill"
     if vllm_config.lora_config is not None:
         yield "with LoRA adapters"
@@ -290,6 +288,8 @@ def _against_engine(vllm_config: Any) -> Iterator[str]:
 def _against_attention(attention: Any) -> Iterator[str]:
     if type(attention) is not MLAAttention:
         yield f"the attention is a {type(attention).__name__}"
+    if attention.impl.dcp_world_size > 1:
+        yield "with decode context parallelism"
     if getattr(attention, "hisparse_cache", None) is not None:
         yield "with HiSparse"
 

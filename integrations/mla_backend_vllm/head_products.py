@@ -131,11 +131,10 @@ def why_not(layer: Any, vllm_config: Any) -> Iterator[str]:
 
 
 def _against_engine(vllm_config: Any) -> Iterator[str]:
-    parallel = vllm_config.parallel_config
     if current_platform.is_cpu():
         yield "on the CPU"
-    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        yield "with context parallelism"
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        yield "with context parallelism of prefill"
     if envs.VLLM_BATCH_INVARIANT:
         yield "VLLM_BATCH_INVARIANT asks for products that are the same in batches of any size"
 
@@ -149,6 +148,8 @@ def _against_layer(layer: Any) -> Iterator[str]:
         yield "vLLM traces attention"
     elif layer.q_pad_num_heads is not None:
         yield "vLLM pads the heads"
+    elif layer.impl.dcp_world_size > 1:  # the configuration of a draft model may differ
+        yield "with decode context parallelism"
 
 
 def _against_kernels(layer: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mla_backend import jit, kernels
+from mla_backend import jit, kernels, settings
 from mla_backend.batch import TableKind
 from mla_backend.cache_format import E4M3, RECORD_656, CacheFormat, cache_format
 from mla_backend.checkpoint import Checkpoint
@@ -16,6 +16,7 @@ from mla_backend.cli.start_lines import start_lines, why_weights_do_not_fit
 from mla_backend.engines import FIRST_INDEXER_CAPABILITY, SGLANG, VLLM
 from mla_backend.errors import InvalidInputError
 from mla_backend.geometry import MLAGeometry
+from mla_backend.kernels import head_product
 from mla_backend.kernels.portable import has_only_99k
 from mla_backend.models import Support
 from mla_backend.policy import Policy, Rates, default_rates_and_origin, rates_of
@@ -312,11 +313,16 @@ def _kernels(
         return reason, [("kernels", f"none: {reason}")]
     memory = ", within 99 KB of shared memory" * has_only_99k(jit.arch_name(capability))
     rows = [("kernels", f"{name} ({reason}), pages of {target.page_size} tokens{memory}")]
-    variants = kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse)
-    why_not = jit.why_unavailable(variants)
+    of_steps = kernels.variants_of(spec, capability, with_append=not checkpoint.is_sparse)
+    most, in_one = _most_absorbed(checkpoint, geometry, target)
+    of_all = kernels.variants_of(replace(spec, max_query_len=most), capability)
+    why_not = jit.why_unavailable([*of_steps, *of_all])
     missing = "not built yet" if why_not else "not built yet: an engine's start builds it"
-    rows += [("", f"{variant}: {'built' if jit.find_entry(variant) else missing}") for variant in variants]
-    rows += _kernels_of_drafts(checkpoint, spec, capability, variants)
+    rows += _states("", of_steps, missing)
+    more = [variant for variant in of_all if variant not in of_steps]
+    rows += _states(f"up to {most:,} tokens", more, missing + in_one)
+    rows += _drafts(checkpoint, spec)
+    rows += _products_in_vllm(checkpoint, geometry, target, capability)
     if target.is_here:
         return why_not, rows
     if why_not:
@@ -324,23 +330,50 @@ def _kernels(
     return None, rows
 
 
-def _kernels_of_drafts(
-    checkpoint: Checkpoint,
-    spec: DecoderSpec,
-    capability: tuple[int, int],
-    without_drafts: Iterable[jit.KernelVariant],
-) -> list[tuple[str, str]]:
-    """The kernels that verify drafts of multi-token prediction, beside those of steps of one token."""
+def _most_absorbed(checkpoint: Checkpoint, geometry: MLAGeometry, target: Target) -> tuple[int, str]:
+    """The most new tokens of a request that an engine has kernels of absorbed attention for; and in brackets
+    which engine, if not all that serve the model."""
+    if checkpoint.is_sparse:  # each token is a request of its own
+        return 1, ""
+    not_in = _reasons_against_engines(checkpoint, target)
+    serving = [engine for engine in (VLLM, SGLANG) if engine.name not in not_in]
+    absorbing = [e.name for e in serving if e.absorbs_prompts(target.decode_context_parallel_size)]
+    limit = Policy(geometry, target.rates).absorbed_query_limit() if absorbing else 1
+    in_one = f" (in {absorbing[0]})" if 0 < len(absorbing) < len(serving) else ""
+    return max(limit, 1 + checkpoint.num_mtp_layers), in_one
+
+
+def _states(title: str, variants: Iterable[jit.KernelVariant], missing: str) -> list[tuple[str, str]]:
+    """A row for each kernel: whether it is built; ``missing`` if not."""
+    states = [f"{variant}: {'built' if jit.find_entry(variant) else missing}" for variant in variants]
+    return [("" if number else title, state) for number, state in enumerate(states)]
+
+
+def _drafts(checkpoint: Checkpoint, spec: DecoderSpec) -> Iterable[tuple[str, str]]:
+    """What verifies drafts of multi-token prediction."""
     if not checkpoint.num_mtp_layers:
-        return []
+        return
     query_len = 1 + checkpoint.num_mtp_layers
-    known = set(without_drafts)
-    of_drafts = kernels.variants_of(replace(spec, max_query_len=query_len), capability)
-    more = [variant for variant in of_drafts if variant not in known]
-    rows = f"{query_len} tokens, so {query_len * spec.num_heads} query rows"
-    if not more:
-        return [("with MTP", f"the same kernels verify drafts ({rows})")]
-    return [
-        ("with MTP", f"{variant}: {'built' if jit.find_entry(variant) else 'not built yet'} ({rows})")
-        for variant in more
-    ]
+    rows = f" ({query_len} tokens, so {query_len * spec.num_heads} query rows)"
+    yield "with MTP", "the same kernels verify drafts" + rows * (not checkpoint.is_sparse)
+
+
+def _products_in_vllm(
+    checkpoint: Checkpoint, geometry: MLAGeometry, target: Target, capability: tuple[int, int]
+) -> list[tuple[str, str]]:
+    """The kernels by which vLLM's layers multiply by W_UK and W_UV. A start does without those that it cannot
+    build."""
+    if (
+        VLLM.name in _reasons_against_engines(checkpoint, target)
+        or checkpoint.is_sparse
+        or target.decode_context_parallel_size > 1
+        or not settings.is_on("MLA_BACKEND_AROUND_ATTENTION")
+    ):
+        return []
+    weights = head_product.weights_in_vllm(geometry, checkpoint.dtype)
+    if any(head_product.unsupported(one, capability) for one in weights):
+        return []
+    if checkpoint.is_quantized:
+        which = "kernels of products with W_UK and W_UV, for the layout to which vLLM dequantizes kv_b_proj"
+        return [("in vLLM", which)]
+    return _states("in vLLM", map(head_product.variant, weights), "not built yet")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import jit
+from mla_backend.geometry import MLAGeometry
 from mla_backend.jit import KernelVariant
 from mla_backend.kernels.base import ELEMENT_NAMES, ELEMENTS
 
@@ -69,6 +70,12 @@ class HeadProduct:
 
 
 def why_not(weights: Tensor, capability: tuple[int, int]) -> str | None:
+    """Why there is no kernel for ``weights`` on a GPU of this compute capability, or why it cannot be built
+    here; None if it can be used."""
+    return unsupported(weights, capability) or _why_unavailable(variant(weights))
+
+
+def unsupported(weights: Tensor, capability: tuple[int, int]) -> str | None:
     """Why there is no kernel for ``weights`` on a GPU of this compute capability; None if there is one."""
     _, depth, columns = weights.shape
     if capability != CAPABILITY:
@@ -79,12 +86,22 @@ def why_not(weights: Tensor, capability: tuple[int, int]) -> str | None:
         return f"its kernel does not multiply {depth} by {columns} columns"
     if _kind(weights) is None:
         return f"its kernel does not read weights with strides {weights.stride()}"
-    return _why_unavailable(variant(weights))
+    return None
 
 
 def variant(weights: Tensor) -> KernelVariant:
     """The kernel for the dtype, the depth and the layout of ``weights``."""
     return _variant(weights.dtype, weights.shape[1], weights.stride(1) == 1)
+
+
+def weights_in_vllm(geometry: MLAGeometry, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """W_UK [H, d_nope, d_c] and W_UV [H, d_c, d_v] in vLLM's layout, without memory: views of kv_b_proj's
+    weight. If that is quantized, vLLM has copies, in another layout with some methods."""
+    widths = (geometry.qk_nope_head_dim, geometry.v_head_dim)
+    rows = geometry.num_heads, sum(widths)
+    kv_b = torch.empty(*rows, geometry.kv_lora_rank, dtype=dtype, device="meta")
+    w_uk, w_uv = kv_b.split(widths, dim=1)
+    return w_uk, w_uv.transpose(1, 2)
 
 
 def shipped_variants(dtype: torch.dtype = torch.bfloat16) -> list[KernelVariant]:

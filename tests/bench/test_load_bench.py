@@ -292,6 +292,7 @@ def test_sglang_draws_the_same_lengths(tmp_path):
         (["vllm", ".", "--backend", "CUSTOM 3"], "is not a backend"),
         (["vllm", ".", "-o", "other.json"], "does not hold results"),
         (["vllm", ".", "--concurrency", "0"], "Invalid value for '--concurrency'"),
+        (["vllm", "known", *("--concurrency", "8") * 2], "8 is given more than once; --starts"),
         (["vllm", ".", "--range-ratio", "1"], "Invalid value for '--range-ratio'"),
         (["vllm", "known", "--add"], "--add needs the file"),
     ],

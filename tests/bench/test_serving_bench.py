@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mla_backend.errors import InvalidInputError
-from mla_backend_bench import cli, layer, serving, serving_timing, tables
+from mla_backend_bench import cli, layer, load, serving, serving_timing, tables
 from mla_backend_bench.cli import app
 from mla_backend_bench.serving_engines import Backend, Settings, SglangDriver, Shape, VllmDriver
 
@@ -268,6 +268,30 @@ def test_command_refuses_to_add_to_other_files(tmp_path, content):
     outcome = CliRunner().invoke(app, ["serving", "vllm", "model", "-o", str(path)])
     assert outcome.exit_code == 2 and "does not hold results of" in outcome.output
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize("add", [[], ["--add"]], ids=["replace", "add"])
+@pytest.mark.parametrize("command", ["serving", "layer", "load"])
+def test_command_refuses_files_of_other_commands(tmp_path, monkeypatch, command, add):
+    """Also those in which nothing of this engine and model stands."""
+    measured = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: measured.append(name))
+    path = tmp_path / "results.json"
+    rows = {
+        "serving": row("sglang", "A", 1.0, 1.0),
+        "layer": dict.fromkeys(("kernels_per_layer", "attention_us_per_layer", "step_ms"), 1.0),
+        "load": dict.fromkeys(load.MEASURED, 1.0),
+    }
+    for other in rows.keys() - {command}:
+        path.write_text(json.dumps({"runs": {}, "rows": [rows[other]]}))
+        before = path.read_text()
+        outcome = CliRunner().invoke(app, [command, "vllm", "model", "-o", str(path), *add])
+        words = " ".join(re.sub("[│╭╮╰╯─]", " ", outcome.output).split())
+        assert outcome.exit_code == 2 and not measured, outcome.output
+        assert f"holds results of `bench {other}`; name another file for those of `bench {command}`" in words
+        assert path.read_text() == before
+    path.write_text(json.dumps({"runs": {}, "rows": [rows[command]]}))
+    serving.check(path, command)
 
 
 @pytest.mark.parametrize(

@@ -577,13 +577,77 @@ def test_only_engines_that_serve_the_model_are_started(model, family, arch):
 
 def test_kernels_and_options_of_drafts(model):
     output = doctor(model(CONFIGS["V3"]), *HOPPER, "--tensor-parallel-size", 8)[1]
-    # 16 heads: kernels for 16 query rows, and for 32 with one draft.
-    assert "with MTP hopper_many_rows" in output and "(2 tokens, so 32 query rows)" in output
+    assert "with MTP the same kernels verify drafts (2 tokens, so 32 query rows)" in output
     (drafts,) = re.findall(r"--speculative-config '(.*?)'", output)
     assert json.loads(drafts)["method"] == "mtp" and "--speculative-algorithm EAGLE" in output
-    output = doctor(model(CONFIGS["V3"]), *HOPPER)[1]
-    assert "the same kernels verify drafts (2 tokens, so 256 query rows)" in output
+    sparse = model(CONFIGS["V3"] | {"index_topk": 2048})
+    # To sparse attention, each token is a request of its own.
+    assert "with MTP the same kernels verify drafts start" not in output
+    assert "query rows" not in doctor(sparse, *HOPPER, "--tensor-parallel-size", 8)[1]
     assert "with MTP" not in doctor(model(CONFIGS["V2-Lite"]), *HOPPER)[1]
+
+
+def kernels_in(output):
+    """The names of the kernels in a report, each as often as it is listed."""
+    return re.findall(r"([a-z_]+(?:-\w+)*) \(sm_\w+\): ", output)
+
+
+FEW = [f"hopper_few_rows-bf16-d512_64-r{rows}-tma" for rows in (8, 16, 24)]
+MANY = ["hopper_many_rows-bf16-d512_64-r64-tma", "hopper_many_rows-bf16-d512_64-r64x2-tma"]
+PRODUCTS = ["head_product-bf16-d128-columns", "head_product-bf16-d512-depth"]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "kernels"),
+    [
+        # Query rows of 1, 2, 3 and more tokens: 8, 16, 24, and more.
+        (
+            "V2-Lite",
+            ("--tensor-parallel-size", 2),
+            [FEW[0], "append", *FEW[1:], *MANY, *PRODUCTS],
+        ),
+        ("V2-Lite", (), [FEW[1], "append", *MANY, *PRODUCTS]),
+        ("V3", (), [MANY[1], "append", *PRODUCTS]),
+        (
+            "V3",
+            ("--tensor-parallel-size", 8, "--decode-context-parallel-size", 2),
+            [MANY[0], "append", MANY[1]],
+        ),
+        ("V3", ("--page-size", 24), [MANY[1], "append"]),  # not in vLLM
+    ],
+    ids=["8 heads", "16 heads", "128 heads", "32 heads on a shard", "SGLang alone"],
+)
+def test_the_kernels_of_every_number_of_new_tokens_are_listed(model, config, options, kernels):
+    assert kernels_in(doctor(model(CONFIGS[config]), *HOPPER, *options)[1]) == kernels
+
+
+def test_the_kernels_of_sparse_attention_are_those_of_one_token(model):
+    output = doctor(model(CONFIGS["V3"] | {"index_topk": 2048}), *HOPPER, "--tensor-parallel-size", 8)[1]
+    assert kernels_in(output) == ["hopper_few_rows-bf16-d512_64-r16-lists"]
+
+
+def test_kernels_that_one_engine_builds_are_marked(model):
+    sharded = ("--tensor-parallel-size", 8, "--decode-context-parallel-size", 2)
+    output = doctor(model(CONFIGS["V3"]), *HOPPER, *sharded)[1]
+    assert re.search(
+        r"up to \d+ tokens hopper_many_rows-bf16-d512_64-r64x2-tma [^)]*\)[^)]*\(in vLLM\)", output
+    )
+    # Without vLLM, drafts alone have more than one token: 64 query rows at most.
+    output = doctor(model(CONFIGS["V3"]), *HOPPER, *sharded, "--page-size", 8)[1]
+    assert kernels_in(output) == [MANY[0], "append"]
+
+
+def test_products_that_vllm_computes_itself_are_not_listed(model, monkeypatch):
+    folder = model(CONFIGS["V2-Lite"])
+    assert "in vLLM head_product-bf16-d128-columns" in doctor(folder, *HOPPER)[1]
+    assert "head_product" not in doctor(folder, "--arch", "80")[1]
+    monkeypatch.setenv("MLA_BACKEND_AROUND_ATTENTION", "0")
+    assert "head_product" not in doctor(folder, *HOPPER)[1]
+    monkeypatch.delenv("MLA_BACKEND_AROUND_ATTENTION")
+    assert "head_product" not in doctor(model(CONFIGS["MiniCPM3"] | {"v_head_dim": 40}), *HOPPER)[1]
+    quantized = model(CONFIGS["V2-Lite"] | {"quantization_config": {"quant_method": "fp8"}})
+    output = doctor(quantized, *HOPPER)[1]
+    assert "for the layout to which vLLM dequantizes kv_b_proj" in output and "head_product" not in output
 
 
 def test_weights_that_do_not_fit_are_the_verdict(model):

@@ -59,6 +59,14 @@ def allow_models_without_yarn() -> None:
     factory.get_rope_cpu = get_rope
 
 
+def absorb_with_torch_native() -> None:
+    """Let SGLang's backend for any device attend to latents in prefills, too: it cannot expand them."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler, attention_forward_methods
+
+    absorbed = attention_forward_methods.AttnForwardMethod.MLA
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: absorbed)
+
+
 def start(checkpoint: Path, **arguments):
     from sglang.srt.entrypoints.engine import Engine
 
@@ -245,6 +253,8 @@ def briefly(checkpoint: Path, settings: str) -> dict:
     arguments = json.loads(settings)
     if "dcp_size" in arguments:
         ranks_on_cpu.allow_decode_context_parallelism()
+    if arguments.get("attention_backend") == "torch_native":
+        absorb_with_torch_native()
     engine = start(checkpoint, **arguments)
     try:
         first, second = two_batches()

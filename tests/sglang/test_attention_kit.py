@@ -21,6 +21,8 @@ from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.layers.attention import base_attn_backend  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend  # noqa: E402
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend  # noqa: E402
+from sglang.srt.layers.attention.tbo_backend import TboAttnBackend  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
@@ -333,6 +335,53 @@ def test_inside_a_hybrid_backend(kit, hybrid):
     speculative_target_verify_runner.run_mla_eagle_verify_cuda_graph_case(
         kit, dataclasses.replace(verify_case(), backend=hybrid), topk=1, spec_kind="eagle", **DIMENSIONS
     )
+
+
+def of_stock(runner):
+    return ATTENTION_BACKENDS["torch_native"](runner)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("eager_case", EAGER_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_as_one_half_of_a_hybrid_backend(kit, monkeypatch, eager_case, half):
+    """Beside a backend of SGLang's own: it gets the steps of its half alone, and both share the cache."""
+    made = []
+
+    def create(runner):
+        makers = {"prefill": of_stock, "decode": of_stock, half: create_backend}
+        made.append(HybridAttnBackend(runner, makers["prefill"](runner), makers["decode"](runner)))
+        return made[-1]
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "hybrid", create)
+    mla_attention.run_mla_attention_case(kit, dataclasses.replace(eager_case, backend="hybrid"), **DIMENSIONS)
+    ours = getattr(made[-1], f"{half}_backend")
+    is_decode = eager_case.forward_mode.is_decode()
+    assert (ours.forward_metadata is not None) is (is_decode is (half == "decode"))
+
+
+# What SGLang's wrappers do not ask this backend for, and why that is right.
+NOT_FORWARDED = {
+    "draft_extend_metadata_captured_in_graph",  # by default SGLang calls a method that does nothing here
+    "needs_cpu_seq_lens",  # instances have it
+    "support_triton",  # as here, on a GPU
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "wrapper, others",
+    [
+        (HybridAttnBackend, set()),
+        (HybridLinearAttnBackend, set()),
+        # Called only if SGLang plans on another stream, which this backend refuses.
+        (TboAttnBackend, {"update_verify_buffers_to_fill_after_draft"}),
+    ],
+)
+def test_wrappers_forward_what_this_backend_implements(wrapper, others):
+    ours = attention_backend.SglangMLABackend
+    of_base = {name for name in vars(base_attn_backend.AttentionBackend) if not name.startswith("_")}
+    assert (of_base & vars(ours).keys()) - vars(wrapper).keys() == NOT_FORWARDED | others
 
 
 def test_the_kit_notices_a_dropped_key(kit, monkeypatch):

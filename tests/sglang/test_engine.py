@@ -89,6 +89,22 @@ def test_tokens_if_sglang_renames_a_function(run_engine, oracle, checkpoint, nam
     oracle.check(brief(run_engine, checkpoint, dict(RENAMED_IN_SGLANG=name)))
 
 
+HALVES = {
+    "prefill": {"absorbed_extend", "vanilla_prefill"},
+    "decode": {"absorbed_decode"},
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("half", HALVES)
+def test_beside_another_backend_for_the_other_half(run_engine, oracle, half):
+    """Both share the cache, and the absorbed weights that this backend adopts."""
+    settings = {"attention_backend": "torch_native", f"{half}_attention_backend": "mla_backend"}
+    result, counts = run_engine("briefly", json.dumps(settings))
+    oracle.check(result["requests"])
+    assert {path for path, count in counts.items() if count.calls} == HALVES[half]
+
+
 def test_fp8_cache(run_engine, oracle, checkpoint):
     records = brief(run_engine, checkpoint, kv_cache_dtype="fp8_e4m3")
     assert [record["cached"] > 0 for record in records] == [False, False, True, True]

@@ -308,6 +308,7 @@ def given_layer():
         qk_nope_head_dim=D_NOPE,
         q_lora_rank=None,
     )
+    vars(layer.mla_attn)["impl"] = SimpleNamespace(dcp_world_size=1)
     with set_current_vllm_config(config):
         yield layer, config
 
@@ -371,6 +372,10 @@ def angles_in(dtype):
     return change
 
 
+def on_a_rank(layer, config):
+    layer.mla_attn.impl.dcp_world_size = 2
+
+
 def hisparse(layer, config):
     vars(layer.mla_attn)["hisparse_cache"] = object()
 
@@ -381,7 +386,7 @@ def fuse_in_vllm(layer, config):
 
 
 CONDITIONS = {
-    "with decode context parallelism": in_engine(parallel_config__decode_context_parallel_size=2),
+    "with decode context parallelism": on_a_rank,
     "with context parallelism of prefill": in_engine(parallel_config__prefill_context_parallel_size=2),
     "with LoRA adapters": in_engine(lora_config=object()),
     "scaled by their position": in_engine(

@@ -106,6 +106,17 @@ def test_the_start_line_says_whether(start_engine, deepseek, monkeypatch, in_eng
     assert said[switch] in line
 
 
+def test_layouts_of_weights_are_known_before_they_are_loaded(start_engine, deepseek):
+    """`mla-backend doctor MODEL` names kernels by them."""
+    layer, *_ = attention_layers(start_engine(deepseek.path, attention_backend=NAME))
+    for weights, known in zip(
+        (layer.W_UK_T, layer.W_UV),
+        head_product.weights_in_vllm(layer.impl.geometry, layer.W_UV.dtype),
+        strict=True,
+    ):
+        assert (weights.shape, weights.stride()) == (known.shape, known.stride())
+
+
 # ---- Steps
 
 
@@ -215,10 +226,17 @@ def given(on_cpu):
     """A layer that nothing speaks against, and the configuration of its engine."""
     layer = MLAAttention.__new__(MLAAttention)
     vars(layer).update(use_direct_call=False, q_pad_num_heads=None)
+    vars(layer)["impl"] = SimpleNamespace(dcp_world_size=1)
     return layer, VllmConfig()
 
 
 def test_a_plain_layer_has_them(given):
+    assert list(why_not(*given)) == []
+
+
+def test_a_layer_with_all_tokens_beside_a_divided_cache_has_them(given, monkeypatch):
+    """vLLM's configuration says what the model's layers do, which those of a draft model need not."""
+    in_parallel(decode_context_parallel_size=2)(*given, monkeypatch)
     assert list(why_not(*given)) == []
 
 
@@ -247,8 +265,8 @@ CONDITIONS = {
     "on the CPU": lambda *given: given[2].setattr(
         head_products, "current_platform", SimpleNamespace(is_cpu=lambda: True)
     ),
-    "with context parallelism (decode)": in_parallel(decode_context_parallel_size=2),
-    "with context parallelism (prefill)": in_parallel(prefill_context_parallel_size=2),
+    "with decode context parallelism": in_layer(impl=SimpleNamespace(dcp_world_size=2)),
+    "with context parallelism of prefill": in_parallel(prefill_context_parallel_size=2),
     "VLLM_BATCH_INVARIANT": lambda *given: given[2].setattr(
         head_products, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True)
     ),
