@@ -85,8 +85,7 @@ class SglangMLABackend(AttentionBackend):
         self._layers = self._adopt_weights(model, runner.token_to_kv_pool) if model is not None else {}
         policy = Policy(geometry, default_rates(device))
         self._chooser = self._make_chooser(policy, runner.dtype)
-        absorbed_limit = policy.absorbed_query_limit() if self._chooser.may_absorb else 1
-        spec = self._decoder_spec(geometry, runner, absorbed_limit)
+        spec = self._decoder_spec(geometry, runner, policy.absorbed_query_limit())
         kernel_state = engines.describe_kernels(spec, with_append=True)
         _build_kernels(spec)
         self._outgrown: list[Any] = []
@@ -125,7 +124,8 @@ class SglangMLABackend(AttentionBackend):
         )
 
     def _decoder_spec(self, geometry: MLAGeometry, runner: Any, absorbed_limit: int) -> DecoderSpec:
-        query_len = max(self._num_draft_tokens, absorbed_limit)
+        absorbs_prompts = engines.SGLANG.absorbs_prompts(self._shard.size)
+        query_len = max(self._num_draft_tokens, absorbed_limit if absorbs_prompts else 1)
         return DecoderSpec(
             num_heads=geometry.num_heads * self._shard.size,
             kv_lora_rank=geometry.kv_lora_rank,
