@@ -46,7 +46,7 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
     Raises:
         InvalidInputError: names the strides.
     """
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise InvalidInputError(
             f"the last dimension of {name} must be contiguous, got strides {tensor.stride()}: "
             "pass a contiguous copy (for a CUDA graph, one that has the same address in each step)"
@@ -91,9 +91,12 @@ def check_not_expanded(name: str, tensor: Tensor) -> None:
     Raises:
         InvalidInputError: names the strides.
     """
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    strides = tensor.stride()
+    if 0 in strides and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=True)
+    ):
         raise InvalidInputError(
-            f"{name} is expanded, so that its elements share memory (strides {tensor.stride()}): "
+            f"{name} is expanded, so that its elements share memory (strides {strides}): "
             "pass a tensor with memory of its own"
         )
 

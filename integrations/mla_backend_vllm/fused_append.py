@@ -88,18 +88,22 @@ class FusedAppend:
             return rms_norm(kv_c, options["norm_weight"], options["norm_eps"]), k_rope.unsqueeze(1)
         kv_c_out, k_rope_out = kv_c.new_empty(kv_c.shape), k_rope.new_empty(k_rope.shape)
         slots = slots.flatten()
-        n = len(slots)
+        of_tokens = {
+            "q_rope": q_rope,
+            "kv_c": kv_c,
+            "k_rope": k_rope,
+            "positions": positions,
+            "kv_c_out": kv_c_out,
+            "k_rope_out": k_rope_out,
+        }
+        if len(slots) < len(kv_lora):  # views only if needed: in eager steps, the GPU waits for the host
+            of_tokens = {name: x[: len(slots)] for name, x in of_tokens.items()}
         self.launch(
-            q_rope[:n],
-            kv_c[:n],
-            k_rope[:n],
-            kv_cache,
-            slots,
-            positions[:n],
-            cos_sin_cache,
+            **of_tokens,
+            latent_cache=kv_cache,
+            slot_mapping=slots,
+            cos_sin_cache=cos_sin_cache,
             kv_scale=kv_scale,
-            kv_c_out=kv_c_out[:n],
-            k_rope_out=k_rope_out[:n],
             **options,
         )
         self._appended = kv_c_out.data_ptr(), k_rope_out.data_ptr()
@@ -125,7 +129,7 @@ def _normalize_rotate_append(
     _, layer, kv_cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     d_rope = kv_lora.shape[1] - len(norm_weight)
     return layer.impl.fused_append.run(
-        q[..., q.shape[2] - d_rope :],
+        q.narrow(2, q.shape[2] - d_rope, d_rope),
         kv_lora,
         positions,
         cos_sin_cache,
