@@ -1,5 +1,6 @@
 """vLLM selects this backend only on request, and refuses it with a reason where it cannot serve."""
 
+import dataclasses
 import inspect
 import json
 import logging
@@ -12,7 +13,7 @@ import types
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import AttentionConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -408,6 +409,14 @@ def test_the_configuration_is_kept_where_this_backend_will_serve(
     assert selection._will_be_selected(config) == selected
     model.use_mla = False
     assert not (is_default and selection._will_be_selected(config))
+
+
+def test_no_other_option_of_vllm_names_a_backend_of_latent_layers():
+    """vLLM plans options for prefill and decode apart (its #48029): `_named_for_mla` has to know them."""
+    of_latent_layers = {"backend", "backend_per_kind", "mla_prefill_backend"}
+    of_others = {"minimax_m3_msa_decode_backend", "trtllm_ragged_backend"}
+    named = {field.name for field in dataclasses.fields(AttentionConfig) if "backend" in field.name}
+    assert named <= of_latent_layers | of_others
 
 
 def reasons(config, kv_format):
