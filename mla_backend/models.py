@@ -280,7 +280,7 @@ FAMILIES = (
             rope_theta=1000000,
             num_nextn_predict_layers=1,
         ),
-        vllm=_ON_CPU,
+        vllm=_TESTED,
         sglang=_ON_CPU,
         special="MTP",
     ),
