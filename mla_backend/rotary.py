@@ -117,6 +117,7 @@ class RotaryAppend:
         kv_scale: Tensor | None = None,
         kv_c_out: Tensor | None = None,
         k_rope_out: Tensor | None = None,
+        check: bool = True,
     ) -> None:
         """Append T tokens. Never synchronizes.
 
@@ -140,18 +141,21 @@ class RotaryAppend:
             kv_c_out: [T, d_c], where the normalized latents of all tokens go, too, those without a slot
                 included; memory apart from all other arguments. Given with ``k_rope_out``, and only then.
             k_rope_out: [T, d_rope], likewise for the rotated keys.
+            check: False if an earlier call with ``check`` had the same arguments but for the number of tokens
+                and for what tensors hold. Then the kernel is launched without checks, which take longer on
+                the host than the launch.
 
         Raises:
             InvalidInputError: a shape, dtype, layout, device or ``norm_eps`` is wrong; on the CPU also: a
                 slot other than -1 is outside the cache, or a position outside ``cos_sin_cache``.
             ValueError: rows are not aligned.
         """
-        self._check(
-            q_rope, kv_c, k_rope, latent_cache, slot_mapping, positions, cos_sin_cache, norm_weight, kv_scale
-        )
-        _check_norm(norm_weight, norm_eps)
-        if kv_c_out is not None or k_rope_out is not None:
-            self._check_outputs(kv_c, k_rope, kv_c_out, k_rope_out)
+        if check or not self._kernels:
+            tables = slot_mapping, positions, cos_sin_cache
+            self._check(q_rope, kv_c, k_rope, latent_cache, *tables, norm_weight, kv_scale)
+            _check_norm(norm_weight, norm_eps)
+            if kv_c_out is not None or k_rope_out is not None:
+                self._check_outputs(kv_c, k_rope, kv_c_out, k_rope_out)
         if norm_eps is None:
             norm_eps = 0.0
         if self._kernels:

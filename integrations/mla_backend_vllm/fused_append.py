@@ -3,9 +3,10 @@
 vLLM's `MultiHeadLatentAttentionWrapper` normalizes latents and rotates queries and keys; its `MLAAttention`
 then appends the result to the cache. `FusedWrapper` replaces the first of these classes, which vLLM lets
 plugins do. For layers that `why_not_fused` finds nothing against, its forward calls one custom op, and then
-`MLAAttention` as always. The op returns normalized latents and rotated keys, which regular prefill needs. It
-leaves a mark with which `do_kv_cache_update`, called by `MLAAttention`, recognizes that they are in the cache
-already. Without the mark they are appended (again): whatever vLLM does in between, no token is lost.
+`MLAAttention` as always. The op also writes normalized latents and rotated keys, which regular prefill needs,
+to tensors. It leaves a mark with which `do_kv_cache_update`, called by `MLAAttention`, recognizes that they
+are in the cache already. Without the mark they are appended (again): whatever vLLM does in between, no token
+is lost.
 
 All steps use the op, also those with prefill tokens: a compiled graph has no branches.
 """
@@ -56,6 +57,7 @@ class FusedAppend:
     def __init__(self) -> None:
         self.launch: RotaryAppend | None = None
         self._appended: tuple[int, int] | None = None
+        self._checked_cache: int | None = None
 
     def run(
         self,
@@ -66,17 +68,18 @@ class FusedAppend:
         kv_cache: Tensor,
         slots: Tensor | None,
         kv_scale: Tensor | None,
+        kv_c_out: Tensor,
+        k_rope_out: Tensor,
         **options: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> None:
         """Rotate ``q_rope`` [T, H, d_rope] in place, and append to the cache unless there is none.
 
         Args:
             kv_lora: [T, d_c + d_rope], latents before the norm and keys before rotation; not changed.
             slots: [n], of the first n tokens; the others are padding. None in a step that appends nothing.
+            kv_c_out: [T, d_c], becomes the normalized latents; anything for padding.
+            k_rope_out: [T, d_rope], becomes the rotated keys, likewise.
             options: the norm's and the rotation's, as of a `RotaryAppend`.
-
-        Returns:
-            the normalized latents [T, d_c] and the rotated keys [T, 1, d_rope]; anything for padding.
         """
         d_rope = q_rope.shape[2]
         kv_c, k_rope = kv_lora.split([kv_lora.shape[1] - d_rope, d_rope], dim=1)
@@ -84,9 +87,9 @@ class FusedAppend:
         if self.launch is None or slots is None or not kv_cache.numel():
             interleaved = options["interleaved"]
             q_rope.copy_(rotate(q_rope, positions, cos_sin_cache, interleaved=interleaved))
-            k_rope = rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved)
-            return rms_norm(kv_c, options["norm_weight"], options["norm_eps"]), k_rope.unsqueeze(1)
-        kv_c_out, k_rope_out = kv_c.new_empty(kv_c.shape), k_rope.new_empty(k_rope.shape)
+            k_rope_out.copy_(rotate(k_rope, positions, cos_sin_cache, interleaved=interleaved))
+            kv_c_out.copy_(rms_norm(kv_c, options["norm_weight"], options["norm_eps"]))
+            return
         slots = slots.flatten()
         of_tokens = {
             "q_rope": q_rope,
@@ -96,18 +99,21 @@ class FusedAppend:
             "kv_c_out": kv_c_out,
             "k_rope_out": k_rope_out,
         }
-        if len(slots) < len(kv_lora):  # views only if needed: in eager steps, the GPU waits for the host
+        # Prompts wait for the host: it makes views only if it must, and checks a layer's first step alone.
+        if len(slots) < len(kv_lora):
             of_tokens = {name: x[: len(slots)] for name, x in of_tokens.items()}
+        cache = kv_cache.data_ptr()
         self.launch(
             **of_tokens,
             latent_cache=kv_cache,
             slot_mapping=slots,
             cos_sin_cache=cos_sin_cache,
             kv_scale=kv_scale,
+            check=cache != self._checked_cache,
             **options,
         )
+        self._checked_cache = cache
         self._appended = kv_c_out.data_ptr(), k_rope_out.data_ptr()
-        return kv_c_out, k_rope_out.unsqueeze(1)
 
     def has_appended(self, kv_c_normed: Tensor, k_pe: Tensor) -> bool:
         """Whether these are the results of the last `run`, and in the cache. True only once for each run."""
@@ -124,11 +130,14 @@ def _normalize_rotate_append(
     cos_sin_cache: Tensor,
     interleaved: bool,
     layer_name: LayerNameType,
-) -> tuple[Tensor, Tensor]:
-    """`FusedAppend.run` of the layer; the last columns of q [T, H, d_nope + d_rope] are rotated in place."""
+    kv_c_normed: Tensor,
+    k_pe: Tensor,
+) -> None:
+    """`FusedAppend.run` of the layer. The last columns of q [T, H, d_nope + d_rope] are rotated in place;
+    kv_c_normed [T, d_c] and k_pe [T, 1, d_rope] are written."""
     _, layer, kv_cache, slots = get_attention_context(_resolve_layer_name(layer_name))
-    d_rope = kv_lora.shape[1] - len(norm_weight)
-    return layer.impl.fused_append.run(
+    d_rope = k_pe.shape[2]
+    layer.impl.fused_append.run(
         q.narrow(2, q.shape[2] - d_rope, d_rope),
         kv_lora,
         positions,
@@ -136,29 +145,27 @@ def _normalize_rotate_append(
         layer.impl.typed_cache(kv_cache),
         slots,
         layer.impl.scale_of(layer),
+        kv_c_normed,
+        k_pe.squeeze(1),
         interleaved=interleaved,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
     )
 
 
-def _results_like(
-    q: Tensor,
-    kv_lora: Tensor,
-    positions: Tensor,
-    norm_weight: Tensor,
-    norm_eps: float,
-    cos_sin_cache: Tensor,
-    interleaved: bool,
-    layer_name: LayerNameType,
-) -> tuple[Tensor, Tensor]:
-    tokens, d_c = kv_lora.shape[0], norm_weight.shape[0]  # len would make the number of tokens a constant
-    return kv_lora.new_empty(tokens, d_c), kv_lora.new_empty(tokens, 1, kv_lora.shape[1] - d_c)
+def _trace_nothing(*args: Any) -> None:
+    """The op for tensors without values, while a graph is traced: it returns nothing."""
 
 
 _library = Library("mla_backend", "FRAGMENT")  # the op lives as long as this object
 direct_register_custom_op(
-    OP_NAME, _normalize_rotate_append, mutates_args=["q"], fake_impl=_results_like, target_lib=_library
+    OP_NAME,
+    _normalize_rotate_append,
+    # It writes results to arguments: nodes that unpack returned ones would stand between it and vLLM's cache
+    # update. Both split a compiled graph, and vLLM runs adjacent ones as one piece, which saves host time.
+    mutates_args=["q", "kv_c_normed", "k_pe"],
+    fake_impl=_trace_nothing,
+    target_lib=_library,
 )
 
 
@@ -199,7 +206,10 @@ def forward(
 
 def _call_op(layer: Any, q: Tensor, kv_lora: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     norm, rotary = layer.kv_a_layernorm, layer.rotary_emb
-    return torch.ops.mla_backend.normalize_rotate_append(
+    tokens = kv_lora.shape[0]
+    kv_c_normed = kv_lora.new_empty(tokens, layer.kv_lora_rank)
+    k_pe = kv_lora.new_empty(tokens, 1, layer.qk_rope_head_dim)
+    torch.ops.mla_backend.normalize_rotate_append(
         q,
         kv_lora,
         positions,
@@ -208,7 +218,10 @@ def _call_op(layer: Any, q: Tensor, kv_lora: Tensor, positions: Tensor) -> tuple
         rotary.cos_sin_cache,
         not rotary.is_neox_style,
         _encode_layer_name(layer.mla_attn.layer_name),
+        kv_c_normed,
+        k_pe,
     )
+    return kv_c_normed, k_pe
 
 
 def replace_wrapper() -> None:

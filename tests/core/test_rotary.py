@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_backend import InvalidInputError, RotaryAppend
+from mla_backend.cache_format import cache_format
 from mla_backend.rotary import rms_norm, rotate
 from tests.support.mla_oracle import cos_sin_cache, normalized, rotary_angles, rotated, rotated_by
 
@@ -248,3 +249,16 @@ def test_append_refuses_outputs(outputs, message):
     with pytest.raises(InvalidInputError, match=message):
         RotaryAppend(torch.float32, "cpu")(**given, interleaved=True, **outputs)
     assert given["latent_cache"].isnan().all()
+
+
+def test_a_kernel_can_be_launched_without_checks():
+    """Torch, in its place, still gets what is checked."""
+    wrong, launched = arguments(positions=torch.zeros(3).int()), []
+    append = RotaryAppend(torch.float32, "cpu")
+    with pytest.raises(InvalidInputError, match="positions must be"):
+        append(**wrong, interleaved=True, check=False)
+    append._kernels = {cache_format(torch.float32): lambda *tensors: launched.append(tensors)}
+    append(**wrong, interleaved=True, check=False)
+    assert len(launched) == 1
+    with pytest.raises(InvalidInputError, match="positions must be"):
+        append(**wrong, interleaved=True)

@@ -41,6 +41,25 @@ def test_append(seed, interleaved, kv_dtype, dtype):
     )
 
 
+def test_a_launch_without_checks_does_the_same():
+    torch.manual_seed(0)
+    append, like = RotaryAppend(torch.bfloat16, "cuda"), {"dtype": torch.bfloat16, "device": "cuda"}
+    queries, kv = torch.randn(7, 16, 192, **like), torch.randn(7, 576, **like)
+    slots, positions = torch.randperm(256, device="cuda")[:7], torch.arange(7, device="cuda")
+    cos_sin, weight = torch.randn(7, 64, device="cuda"), torch.randn(512, **like)
+    results = []
+    for check in (True, False):
+        latent_cache, q = torch.zeros(4, 64, 576, **like), queries.clone()
+        outs = {"kv_c_out": torch.empty(7, 512, **like), "k_rope_out": torch.empty(7, 64, **like)}
+        append(
+            q[..., 128:], kv[:, :512], kv[:, 512:], latent_cache, slots, positions, cos_sin,
+            interleaved=True, norm_weight=weight, norm_eps=1e-6, check=check, **outs,
+        )  # fmt: skip
+        results.append((latent_cache, q, *outs.values()))
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(q, queries) and latent_cache.any(dim=2).sum() == 7
+
+
 @DTYPES
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, "fp8_ds_mla"], ids=["fp8_e4m3", "fp8_ds_mla"])
 def test_extremes_in_8_bits(dtype, kv_dtype):

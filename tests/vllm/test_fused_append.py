@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import Identity
 from vllm.compilation import backends as compilation_backends
+from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.custom_op import op_registry_oot
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms.cpu import CpuPlatform
 
 import mla_backend_vllm
 from mla_backend import RotaryAppend, counters
@@ -67,6 +69,37 @@ def test_tokens_equal_transformers(start_engine, request, appended, kind, change
     calls = sum(count.calls - before[path].calls for path, count in counters.snapshot().items())
     assert appended and all(appended)
     assert len(appended) <= calls  # a step with decode and prefill calls attention twice
+
+
+@pytest.fixture
+def compiled_pieces(monkeypatch):
+    """Makes vLLM compile the pieces between its attention ops on the CPU, as it does on a GPU."""
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_split(platform, vllm_config):
+        check(platform, vllm_config)
+        compilation = vllm_config.compilation_config
+        compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
+        compilation.splitting_ops = [fused_append._ATTENTION_OP, "vllm::unified_mla_kv_cache_update"]
+        compilation.compile_sizes = []
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_split))
+    # This pass names kernels that vLLM has on GPUs alone.
+    monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+
+
+@pytest.mark.newest
+def test_tokens_of_compiled_pieces_equal_transformers(start_engine, deepseek_v3, appended, compiled_pieces):
+    llm = start_engine(
+        deepseek_v3.path, attention_backend=NAME, max_num_batched_tokens=256, enforce_eager=False
+    )
+    assert (
+        f"mla_backend::{fused_append.OP_NAME}" in llm.llm_engine.vllm_config.compilation_config.splitting_ops
+    )
+    appended.clear()
+    assert_tokens(generate(llm, deepseek_v3), deepseek_v3)
+    assert appended and all(appended)
 
 
 @pytest.mark.newest
@@ -134,7 +167,15 @@ def arguments(tokens: int) -> dict:
         "cos_sin_cache": torch.randn(40, D_ROPE),
         "interleaved": True,
         "layer_name": fused_append._encode_layer_name("layer"),
+        "kv_c_normed": torch.full((tokens, D_C), torch.nan),
+        "k_pe": torch.full((tokens, 1, D_ROPE), torch.nan),
     }
+
+
+def results_of(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normalized latents and rotated keys that the op writes."""
+    OP(*given.values())
+    return given["kv_c_normed"], given["k_pe"]
 
 
 def expected_rows(given: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -159,9 +200,8 @@ def test_the_op_normalizes_rotates_and_appends(slots, interleaved):
     q_nope, kv_lora = given["q"][..., :D_NOPE].clone(), given["kv_lora"].clone()
     q_rope, kv_c, k_rope = expected_rows(given)
     with step(layer, None if slots is None else torch.tensor(slots)):
-        kv_c_normed, k_pe = OP(*given.values())
+        kv_c_normed, k_pe = results_of(given)
     real = 3 if slots is None else len(slots)
-    assert kv_c_normed.shape == (3, D_C) and k_pe.shape == (3, 1, D_ROPE)
     close(given["q"][:real, :, D_NOPE:], q_rope[:real])
     close(kv_c_normed[:real], kv_c[:real])
     close(k_pe[:real, 0], k_rope[:real])
@@ -171,6 +211,18 @@ def test_the_op_normalizes_rotates_and_appends(slots, interleaved):
     for token, slot in kept:
         close(rows[slot], torch.cat([kv_c[token], k_rope[token]]))
     assert rows.any(dim=1).sum() == len(kept)
+
+
+def test_a_layers_first_step_is_checked():
+    """And the first one in another cache, which a layer has when its engine sleeps and wakes up."""
+    layer, checked = layer_of(), []
+    layer.impl.fused_append.launch = lambda *, check, **tensors: checked.append(check)
+    for cache in (layer.kv_cache, layer.kv_cache, layer.kv_cache.clone()):
+        layer.kv_cache = cache
+        for tokens in (3, 2):
+            with step(layer, torch.arange(tokens)):
+                OP(*arguments(tokens).values())
+    assert checked == [True, False, False, False, True, False]
 
 
 def test_an_e4m3_cache_has_the_layers_scale():
@@ -183,6 +235,20 @@ def test_an_e4m3_cache_has_the_layers_scale():
     torch.testing.assert_close(written.double(), torch.cat([kv_c, k_rope], 1), rtol=1 / 16, atol=2**-10)
 
 
+def graph(q, kv_lora, *others):
+    """Queries and latents from another operation, and the op."""
+    *others, _, _ = others
+    q, kv_lora = (q * 1.0).view(-1, HEADS, D_NOPE + D_ROPE), kv_lora * 1.0
+    kv_c_normed, k_pe = kv_lora.new_empty(len(q), D_C), kv_lora.new_empty(len(q), 1, D_ROPE)
+    OP(q, kv_lora, *others, kv_c_normed, k_pe)
+    return q, kv_c_normed, k_pe
+
+
+def doubled(*tensors):
+    """Another piece behind that of the op."""
+    return [2.0 * result for result in graph(*tensors)]
+
+
 @pytest.mark.newest  # in vLLM 0.29, a finalizer of vLLM's linear layers leaves tracing broken in this process
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_graph_sees_rotated_queries(backend):
@@ -192,13 +258,8 @@ def test_a_compiled_graph_sees_rotated_queries(backend):
         torch._dynamo.mark_dynamic(given[name], 0)
     q_rope, kv_c, k_rope = expected_rows(given)
 
-    def graph(q, kv_lora, *others):
-        q = (q * 1.0).view(-1, HEADS, D_NOPE + D_ROPE)
-        kv_c_normed, k_pe = OP(q, kv_lora * 1.0, *others)
-        return q * 2.0, kv_c_normed * 2.0, k_pe * 2.0
-
     with step(layer, torch.tensor([5, 6, 7])):
-        q, kv_c_normed, k_pe = torch.compile(graph, backend=backend, fullgraph=True)(*given.values())
+        q, kv_c_normed, k_pe = torch.compile(doubled, backend=backend, fullgraph=True)(*given.values())
     close(q[..., D_NOPE:], 2 * q_rope)
     close(kv_c_normed, 2 * kv_c)
     close(k_pe[:, 0], 2 * k_rope)
@@ -206,7 +267,7 @@ def test_a_compiled_graph_sees_rotated_queries(backend):
 
 
 def test_the_op_does_what_it_declares():
-    """That it changes the queries, and nothing else; and shapes and dtypes of its results."""
+    """That it changes the queries and the tensors for its results, and nothing else."""
     layer, given = layer_of(), arguments(3)
     with step(layer, torch.tensor([5, 6, 7])):
         torch.library.opcheck(OP, tuple(given.values()), test_utils=("test_schema", "test_faketensor"))
@@ -217,24 +278,43 @@ def test_vllm_runs_the_op_between_compiled_pieces():
     """Once `_fuse` has added its name to those at which vLLM splits graphs."""
     layer, given, pieces = layer_of(), arguments(3), []
 
-    def split(graph, example_inputs):
+    def split(traced, example_inputs):
         names = [f"mla_backend::{fused_append.OP_NAME}"]
-        whole, items = compilation_backends.split_graph(graph, names)
+        whole, items = compilation_backends.split_graph(traced, names)
         pieces.extend([item.is_splitting_graph, item.graph.code] for item in items)
         return whole
 
-    def graph(q, kv_lora, *others):
-        q = (q * 1.0).view(-1, HEADS, D_NOPE + D_ROPE)
-        kv_c_normed, k_pe = OP(q, kv_lora * 1.0, *others)
-        return q * 2.0, kv_c_normed * 2.0, k_pe * 2.0
-
     q_rope, kv_c, _ = expected_rows(given)
     with step(layer, torch.tensor([5, 6, 7])):
-        q, kv_c_normed, _ = torch.compile(graph, backend=split, fullgraph=True)(*given.values())
+        q, kv_c_normed, _ = torch.compile(doubled, backend=split, fullgraph=True)(*given.values())
     close(q[..., D_NOPE:], 2 * q_rope)
     close(kv_c_normed, 2 * kv_c)
     assert [splits for splits, code in pieces] == [False, True, False]
     assert ["normalize_rotate_append" in code for _, code in pieces] == [False, True, False]
+
+
+@pytest.mark.newest  # likewise
+def test_vllm_runs_the_op_and_its_cache_update_as_one_piece():
+    """Each piece takes time on the host, for which prompts wait."""
+    given, pieces = arguments(3), []
+    attention = SimpleNamespace(
+        use_direct_call=False, layer_name="layer", kv_cache_dtype="auto", _k_scale=torch.tensor(0.5)
+    )
+    names = [f"mla_backend::{fused_append.OP_NAME}", "vllm::unified_mla_kv_cache_update"]
+
+    def split(traced, example_inputs):
+        _, items = compilation_backends.split_graph(traced, [*names, fused_append._ATTENTION_OP])
+        pieces.extend(item.graph.code for item in items if item.is_splitting_graph)
+        raise NotImplementedError("not run")
+
+    def attend(*tensors):
+        q, *results = graph(*tensors)
+        return MLAAttention.forward(attention, q, *results, output_shape=(len(q), 16))
+
+    with pytest.raises(Exception, match="not run"):
+        torch.compile(attend, backend=split, fullgraph=True)(*given.values())
+    ops = [*(name.partition("::")[2] for name in names), "unified_mla_attention_with_output"]
+    assert [[op in code for op in ops] for code in pieces] == [[True, True, False], [False, False, True]]
 
 
 # ---- The mark
@@ -247,7 +327,7 @@ def update(layer, kv_c_normed, k_pe, slots):
 def test_what_the_op_has_appended_is_appended_once():
     layer, given, slots = layer_of(), arguments(3), torch.tensor([5, 6, 7])
     with step(layer, slots):
-        results = OP(*given.values())
+        results = results_of(given)
     layer.kv_cache.zero_()
     update(layer, *results, slots)
     assert not layer.kv_cache.any(), "the update was to recognize these tokens"
@@ -263,7 +343,7 @@ def test_what_the_op_has_not_appended_is_appended():
         if change == "no launch":
             layer.impl.fused_append.launch = None
         with step(layer, None if change == "no slots" else slots):
-            results = OP(*given.values())
+            results = results_of(given)
         if change == "copied":
             results = [tensor.clone() for tensor in results]
         if change == "not fused":
@@ -278,7 +358,7 @@ def test_a_mark_that_nothing_took_does_not_hold_for_the_next_step():
     with step(layer, slots):
         OP(*given.values())
     with step(layer, None):
-        results = OP(*given.values())
+        results = results_of(given)
     layer.impl.fused_append._appended, stale = None, layer.impl.fused_append._appended
     assert stale is None
     update(layer, *results, slots)
