@@ -182,7 +182,7 @@ def run_pair(run_engine, tmp_path):
         def serve(role):
             return run_engine("server_of_pair", role, str(tmp_path), json.dumps(place | settings), **others)
 
-        with ThreadPoolExecutor() as executor:
+        with ThreadPoolExecutor() as executor, processes.shown_if_interrupted():
             (_, prefill), (result, decode) = executor.map(serve, ("prefill", "decode"))
         return result, prefill, decode
 
