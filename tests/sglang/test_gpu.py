@@ -199,9 +199,7 @@ def test_speculation(generate, stock, run_engine, algorithm, model, accepted):
 
     All of it is captured, draft extensions too.
     """
-    batches, accept_lengths, counts = generate(
-        model, speculative_algorithm=algorithm, log_level="info", **SPECULATION
-    )
+    batches, accept_lengths, counts = generate(model, speculative_algorithm=algorithm, **SPECULATION)
     for phase in ("draft decode", "draft extend"):
         assert f"Capture {phase} CUDA graph end" in run_engine.output
     assert_same_tokens(batches, stock("float16", model))
@@ -216,7 +214,7 @@ def test_eagle3_heads_with_latent_attention(generate, stock, run_engine, tmp_pat
     head = eagle_head(
         tmp_path, "eagle3", "--heads", "16", "--context-length", "16384", "--hidden-size", "512"
     )
-    drafts = dict(speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head), log_level="info")
+    drafts = dict(speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head))
     batches, _, counts = generate("three layers", **drafts, **SPECULATION)
     for phase in ("draft decode", "draft extend"):
         assert f"Capture {phase} CUDA graph end" in run_engine.output
@@ -226,7 +224,7 @@ def test_eagle3_heads_with_latent_attention(generate, stock, run_engine, tmp_pat
 
 def test_a_model_without_yarn(generate, stock, run_engine):
     """Its rotary embedding is of another class than one with YaRN."""
-    batches, _, counts = generate("without yarn", page_size=64, log_level="info")
+    batches, _, counts = generate("without yarn", page_size=64)
     assert "cache append fused in 2 of 2 attention layers" in run_engine.output
     assert all(counts[path].calls for path in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))
     assert_same_tokens(batches, stock("float16", "without yarn"))
@@ -371,7 +369,8 @@ def test_weights_in_fp8(generate, stock, models, tmp_path, monkeypatch, scales):
 def test_torch_compile(generate, stock, monkeypatch):
     """Decode steps of one and of two requests are compiled before they are captured."""
     monkeypatch.setenv("SGLANG_TORCH_COMPILE_MODE", "default")
-    batches, _, counts = generate(page_size=64, enable_torch_compile=True, torch_compile_max_bs=2)
+    sizes = dict(torch_compile_max_bs=2, cuda_graph_bs_decode=[1, 2, 64])
+    batches, _, counts = generate(page_size=64, enable_torch_compile=True, **sizes)
     assert_same_tokens(batches, stock("float16", "deepseek-v2"))
     assert counts["absorbed_decode"].calls
 
