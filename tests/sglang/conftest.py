@@ -22,7 +22,7 @@ import scenarios
 from make_checkpoint import make_checkpoint as write_checkpoint
 from mla_backend_bench.ports import free_port
 from tests.support import processes
-from tests.support.greedy import assert_clear_choices
+from tests.support.greedy import Sequence, assert_clear_choices
 from tests.support.missing import skip_without
 
 HERE = Path(__file__).parent
@@ -70,13 +70,13 @@ def oracle(checkpoint):
 class Oracle:
     """Greedy tokens and their log-probabilities from HuggingFace's model, in fp32."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, device: str = "cpu"):
         import transformers
 
         config = json.loads((path / "config.json").read_text())
         # Its class for automatic choice does not know all of them.
         model = getattr(transformers, config["architectures"][0])
-        self._model = model.from_pretrained(path, dtype=torch.float32).eval()
+        self._model = model.from_pretrained(path, dtype=torch.float32).to(device).eval()
         if config["model_type"] != "deepseek_v2":
             return
         rope = config["rope_scaling"]
@@ -91,7 +91,7 @@ class Oracle:
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
-        tokens, logits, cache, new = [], [], None, torch.tensor([prompt])
+        tokens, logits, cache, new = [], [], None, self._batch(prompt)
         for _ in range(num_tokens):
             output = self._model(new, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
@@ -101,10 +101,22 @@ class Oracle:
         assert_clear_choices(torch.stack(logits), tokens)
         return tokens, torch.stack(logits).log_softmax(-1).max(-1).values.tolist()
 
-    @torch.no_grad()
     def logprobs_of(self, prompt: list[int], tokens: list[int]) -> list[float]:
-        logits = self._model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()
+        index = self._batch(tokens).T
+        return self._logprobs(prompt, tokens).gather(1, index).flatten().tolist()
+
+    def choices(self, prompt: list[int], tokens: list[int]) -> Sequence:
+        """What the model would choose in the place of each token, after the tokens before it."""
+        best, indices = self._logprobs(prompt, tokens).topk(2)
+        return Sequence(indices[:, 0].tolist(), best[:, 0].tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+    @torch.no_grad()
+    def _logprobs(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """[tokens, vocabulary], in the place of each token."""
+        return self._model(self._batch(prompt + tokens)).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+
+    def _batch(self, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens], device=self._model.device)
 
     def check(self, records: list[dict]) -> None:
         """Assert that records have the model's tokens, and its log-probabilities if they have any."""
@@ -182,7 +194,7 @@ def run_pair(run_engine, tmp_path):
         def serve(role):
             return run_engine("server_of_pair", role, str(tmp_path), json.dumps(place | settings), **others)
 
-        with ThreadPoolExecutor() as executor:
+        with ThreadPoolExecutor() as executor, processes.shown_if_interrupted():
             (_, prefill), (result, decode) = executor.map(serve, ("prefill", "decode"))
         return result, prefill, decode
 

@@ -409,14 +409,19 @@ def wait_for(file: Path, seconds: float = 200) -> None:
 
 
 # A cache of a fixed size, whatever else is in memory: several of these engines can share a GPU.
+# Few sizes are captured, because each takes time: those of `batches_on_gpu`, but 8 for the batch of 7.
+# A test that is interrupted shows the end of the log: which part of the start, or which batch.
 ON_GPU = dict(
     device="cuda",
     dtype="float16",
     max_running_requests=64,
     disable_cuda_graph=False,
+    cuda_graph_bs_decode=[1, 8, 16, 64],
+    cuda_graph_bs_prefill=[64],
     max_total_tokens=1 << 17,
     mem_fraction_static=0.95,
     context_length=8448,
+    log_level="info",
 )
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ def run_script(script: Path, *arguments: object, **environment: str) -> str:
             start_new_session=True,
         )
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LIMIT)
-            status = process.returncode
+            with _running_group(process.pid, script.name, Path(output.name)):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LIMIT)
+                status = process.returncode
         finally:
-            kill_group(process.pid)
             process.wait()
         return _checked(script.name, status, Path(output.name))
 
@@ -56,15 +56,48 @@ def run_forked(function: Callable[..., None], *arguments: str, **environment: st
     What is `preload`ed was imported in the environment that the tests had when they forked first.
     """
     with tempfile.NamedTemporaryFile() as output:
+        name = f"{function.__name__}{arguments}"
         process = _forks.Process(target=_call, args=(output.name, environment, function, *arguments))
         process.start()
         try:
-            process.join(LIMIT)
-            status = process.exitcode
+            with _running_group(process.pid, name, Path(output.name)):
+                process.join(LIMIT)
+                status = process.exitcode
         finally:
-            kill_group(process.pid)
             process.join()
-        return _checked(f"{function.__name__}{arguments}", status, Path(output.name))
+        return _checked(name, status, Path(output.name))
+
+
+_running: dict[int, tuple[str, Path]] = {}
+"""By process group: the name of what it runs, and the file with its output."""
+
+
+@contextlib.contextmanager
+def _running_group(group: int, name: str, output: Path) -> Iterator[None]:
+    """While a test waits for a process group. At the end, what is left of the group is killed."""
+    _running[group] = name, output
+    try:
+        with shown_if_interrupted():
+            yield
+    finally:
+        kill_group(group)
+        del _running[group]
+
+
+@contextlib.contextmanager
+def shown_if_interrupted() -> Iterator[None]:
+    """If an exception ends the block, kill all that runs, and print the end of its output.
+
+    A test's time limit and Ctrl-C raise such exceptions, in the main thread only. After Ctrl-C, pytest shows
+    what was printed only with -s.
+    """
+    try:
+        yield
+    except BaseException:
+        for group, (name, output) in list(_running.items()):
+            print(f"{name} still ran:\n{_end(output)}", file=sys.stderr)
+            kill_group(group)
+        raise
 
 
 def _call(output: str, environment: dict[str, str], function: Callable[..., None], *arguments: str) -> None:
@@ -82,10 +115,13 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def _end(file: Path) -> str:
+    return file.read_text(errors="replace")[-6000:]
+
+
 def _checked(name: str, status: int | None, file: Path) -> str:
-    output = file.read_text(errors="replace")
     if status is None:
-        pytest.fail(f"{name} did not end within {LIMIT} s:\n{output[-6000:]}")
+        pytest.fail(f"{name} did not end within {LIMIT} s:\n{_end(file)}")
     if status:
-        pytest.fail(f"{name} ended with {status}:\n{output[-6000:]}")
-    return output
+        pytest.fail(f"{name} ended with {status}:\n{_end(file)}")
+    return file.read_text(errors="replace")
