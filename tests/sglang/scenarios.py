@@ -427,7 +427,7 @@ ON_GPU = dict(
 
 def batches_on_gpu() -> list[list[list[int]]]:
     """Batches of 1, 7, 16 and 64 prompts of 1 to 8,192 tokens; then the last again, in the prefix cache."""
-    lengths = [8192, 3500, 1, 2, 63, 64, 65, *(random.Random(0).randint(1, 1500) for _ in range(57))]
+    lengths = [8192, 3500, 1, 2, 63, 64, 65, *random.Random(0).choices(range(1, 1501), k=57)]
     prompts = [prompt(i, length) for i, length in enumerate(lengths)]
     return [prompts[:size] for size in (1, 7, 16, 64, 64)]
 
