@@ -11,6 +11,14 @@ import pytest
 from tests.support.processes import run_forked, run_script, shown_if_interrupted
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Processes that a shell has started in the background ignore SIGINT, and so would these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def sleeper(ready):
     """A script that prints its process id, makes a file, and sleeps."""
     return f"""
