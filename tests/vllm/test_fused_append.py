@@ -11,6 +11,7 @@ from torch.nn import Identity
 from vllm.compilation import backends as compilation_backends
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config.compilation import PassConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -82,9 +83,10 @@ def compiled_pieces(monkeypatch):
         compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
         compilation.splitting_ops = [fused_append._ATTENTION_OP, "vllm::unified_mla_kv_cache_update"]
         compilation.compile_sizes = []
+        compilation.pass_config = PassConfig()  # no passes: they fuse kernels that vLLM has on GPUs alone
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_split))
-    # This pass names kernels that vLLM has on GPUs alone.
+    # Not one that can be left out; it names such kernels.
     monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
 
