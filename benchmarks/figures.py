@@ -93,6 +93,7 @@ SGLANG_FA3 = Serving(
     "SGLang", ("serving-sglang-fa3-h200.json",), tuple((name, name) for name in ("mla_backend", "fa3"))
 )
 ENGINES = (VLLM, SGLANG)
+"""Those in the picture."""
 
 
 def shape_name(shape: tuple[int, int]) -> str:

@@ -261,6 +261,9 @@ def test_mistral_small_4(generate, tmp_path):
     batches, _, counts = generate(ours, page_size=64)
     assert_same_tokens(batches, choices(Oracle(theirs, "cuda"), batches))
     assert all(counts[way].calls for way in ("absorbed_decode", "absorbed_extend", "vanilla_prefill"))
+    _, unscaled = families.mistral(tmp_path / "unscaled", 16384, *ON_GPU, **families.SMALL_4)
+    with pytest.raises(AssertionError):  # otherwise the scaling would change nothing
+        assert_same_tokens(batches, choices(Oracle(unscaled, "cuda"), batches))
 
 
 @pytest.mark.skipif(
